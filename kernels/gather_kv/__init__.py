@@ -1,0 +1,1 @@
+"""Read the history of each request back as one dense tensor."""

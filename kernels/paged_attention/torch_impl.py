@@ -1,0 +1,374 @@
+"""Attention over blocks plus the step's own keys and values, batched: the shipped path on the CPU.
+
+Shapes in this file: b requests, t queries each, n keys each, h KV heads, g query heads per KV head, d dim.
+
+A step is cut into batches of requests that look alike, and each batch takes the cheapest way:
+
+* decode (one query on its own key): the visible blocks of all requests in one gather;
+* fresh (no history): the step's own tensors, no gather, no mask where plain causal attention will do;
+* anything else (a chunk on a history, fewer queries than keys): one request at a time.
+
+Start locations and computed counts are read once, with `.tolist()`: on a GPU that is a device-to-host sync.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kvgroups.constants import NULL_BLOCK_ID
+
+MAX_MASK_ELEMENTS = 1 << 22
+"""Queries are taken in tiles so that a mask, or the scores where they are explicit, stays under this."""
+
+MAX_TILE = 512
+"""Queries in a masked tile at most: a longer tile of a window computes more of what it masks."""
+
+MAX_PACKED_QUERIES = 16
+"""Up to here the g query heads of a KV head become rows of one matrix, which reads each key once, not g
+times. Beyond it the work is bound by arithmetic, and packing would only make the mask g times larger."""
+
+
+def paged_attention(
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    block_table,
+    *,
+    query_start_loc,
+    num_computed_tokens,
+    kv_start_loc=None,
+    scale,
+    window=None,
+    chunk=None,
+    softcap=None,
+    sinks=None,
+    layout="HND",
+    ring_blocks=0,
+):
+    """See `kvgroups.ops.paged_attention`."""
+    rule = _Rule(scale, window, chunk, softcap, sinks)
+    pages = None if key_cache is None else _Pages(key_cache, value_cache, block_table, layout, ring_blocks)
+    output = query.new_zeros(*query.shape[:2], value.shape[2])
+    for rows in _batches(_rows(query_start_loc, kv_start_loc, num_computed_tokens), pages, rule):
+        if rows[0].is_decode and rows[0].num_computed:
+            attended = _attend_decode(rows, query, key, value, pages, rule)
+        elif rows[0].is_fresh:
+            attended = _attend_fresh(rows, query, key, value, rule)
+        else:
+            attended = _attend_chunk(rows[0], query, key, value, pages, rule)
+        output[_query_index(rows, output.device)] = attended
+    return output
+
+
+class _Row(NamedTuple):
+    """One request's share of the step, as host integers."""
+
+    request: int
+    query_start: int
+    query_len: int
+    key_start: int
+    key_len: int
+    num_computed: int
+
+    @property
+    def is_fresh(self):
+        return self.num_computed == 0 and self.query_len == self.key_len
+
+    @property
+    def is_decode(self):
+        return self.query_len == self.key_len == 1
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What a query sees, and how its scores become weights."""
+
+    scale: float
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    def first_visible(self, position):
+        """The lowest position that a query at `position` sees."""
+        first = 0
+        if self.window is not None:
+            first = max(first, position - self.window + 1)
+        if self.chunk is not None:
+            first = max(first, position // self.chunk * self.chunk)
+        return first
+
+    @property
+    def needs_scores(self):
+        """Whether the scores must be in hand, so that the fused kernel cannot serve."""
+        return self.softcap is not None or self.sinks is not None
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """The blocks of one layer and the table that leads to them."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    layout: str
+    ring_blocks: int
+
+    @property
+    def block_size(self):
+        return self.key_cache.shape[1 if self.layout == "NHD" else 2]
+
+    def gather(self, requests, first_blocks, num_blocks):
+        """`num_blocks` logical blocks of each request, from its first block on, as they lie: NaN and all.
+
+        Returns keys (b, h, n, d), values (b, h, n, d_v) and `is_null` (b, n), n = num_blocks * block_size.
+        Blocks past the table repeat its last one; the caller masks them, for no key was ever there.
+        """
+        device = self.block_table.device
+        first = torch.tensor(first_blocks, device=device)
+        logical = first[:, None] + torch.arange(num_blocks, device=device)
+        if self.ring_blocks:
+            logical %= self.ring_blocks
+        else:
+            logical.clamp_(max=self.block_table.shape[1] - 1)
+        block_ids = self.block_table[torch.tensor(requests, device=device)[:, None], logical]
+        is_null = (block_ids == NULL_BLOCK_ID).repeat_interleave(self.block_size, dim=1)
+        return self._select(self.key_cache, block_ids), self._select(self.value_cache, block_ids), is_null
+
+    def _select(self, cache, block_ids):
+        """The blocks (b, num_blocks) of a cache as a (b, h, n, d) view of one fresh copy."""
+        if self.layout == "NHD":
+            blocks = cache.index_select(0, block_ids.flatten())
+            return blocks.view(len(block_ids), -1, *blocks.shape[2:]).transpose(1, 2)
+        # Heads first, so that the tokens of a request end up side by side without a second copy.
+        blocks = cache.transpose(0, 1).index_select(1, block_ids.flatten())
+        return blocks.view(len(blocks), len(block_ids), -1, blocks.shape[3]).transpose(0, 1)
+
+
+def _rows(query_start_loc, kv_start_loc, num_computed_tokens):
+    """The requests that have queries in this step."""
+    query_starts = query_start_loc.tolist()
+    key_starts = query_starts if kv_start_loc is None else kv_start_loc.tolist()
+    for request, num_computed in enumerate(num_computed_tokens.tolist()):
+        query_start, query_stop = query_starts[request : request + 2]
+        key_start, key_stop = key_starts[request : request + 2]
+        if query_stop > query_start:
+            yield _Row(
+                request, query_start, query_stop - query_start, key_start, key_stop - key_start, num_computed
+            )
+
+
+def _batches(rows, pages, rule):
+    """Lists of rows that can be attended together."""
+    batches = defaultdict(list)
+    for row in rows:
+        if row.is_fresh:
+            kind = ("fresh", row.query_len)
+        elif row.is_decode:
+            first = rule.first_visible(row.num_computed)
+            num_blocks = row.num_computed // pages.block_size - first // pages.block_size + 1
+            # Block counts of one power of two, so that padding to the longest at most doubles the work.
+            kind = ("decode", num_blocks.bit_length())
+        else:
+            kind = ("chunk", row.request)
+        batches[kind].append(row)
+    return batches.values()
+
+
+def _attend_decode(rows, query, key, value, pages, rule):
+    """One query per request, on its history and its own key."""
+    block_size, device = pages.block_size, query.device
+    first_visible = [rule.first_visible(row.num_computed) for row in rows]
+    first_blocks = [first // block_size for first in first_visible]
+    # From here on tokens are counted from the start of the first gathered block.
+    own = [row.num_computed - block * block_size for row, block in zip(rows, first_blocks, strict=True)]
+    start = [first - block * block_size for first, block in zip(first_visible, first_blocks, strict=True)]
+    num_blocks = max(own) // block_size + 1
+    keys, values, is_null = pages.gather([row.request for row in rows], first_blocks, num_blocks)
+
+    # The step's own key goes where it would be stored, in the copy: nothing need be concatenated.
+    step = _key_index(rows, device).squeeze(1)
+    batch, own_token = torch.arange(len(rows), device=device), torch.tensor(own, device=device)
+    keys[batch, :, own_token] = key[step]
+    values[batch, :, own_token] = value[step]
+    is_null[batch, own_token] = False
+
+    token = torch.arange(num_blocks * block_size, device=device)
+    start_token = torch.tensor(start, device=device)
+    visible = (token >= start_token[:, None]) & (token <= own_token[:, None]) & ~is_null
+    seen = slice(min(start), max(own) + 1)
+    keys, values, visible = keys[:, :, seen], values[:, :, seen], visible[:, seen]
+    if visible.all():
+        visible = None
+    else:
+        _blank(keys, values, ~visible)
+        visible = visible[:, None]
+    return _attend(query[_query_index(rows, device)], keys, values, rule, visible)
+
+
+def _attend_fresh(rows, query, key, value, rule):
+    """Requests of one length without history."""
+    queries, step = query[_query_index(rows, query.device)], _key_index(rows, query.device)
+    keys, values = key[step].transpose(1, 2), value[step].transpose(1, 2)
+    return _attend_span(queries, keys, values, rule, query_position=0, key_position=0)
+
+
+def _attend_chunk(row, query, key, value, pages, rule):
+    """One request: its visible history, gathered and laid before the step's own keys."""
+    queries = query[row.query_start : row.query_start + row.query_len][None]
+    keys = key[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None]
+    values = value[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None]
+    # Right-aligned: the request's last query sits on its last key.
+    query_position = row.num_computed + row.key_len - row.query_len
+    key_position, is_null = row.num_computed, None
+    first = rule.first_visible(query_position)
+    if first < row.num_computed:
+        old_keys, old_values, is_null = _history(row.request, first, row.num_computed, pages)
+        keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+        key_position = first
+        is_null = None if is_null is None else F.pad(is_null, (0, row.key_len))
+    return _attend_span(
+        queries, keys, values, rule, query_position=query_position, key_position=key_position, is_null=is_null
+    )
+
+
+def _history(request, first, stop, pages):
+    """Keys and values (1, h, n, d) of one request at positions first .. stop - 1, and `is_null` (n,) or
+    None."""
+    first_block = first // pages.block_size
+    start = first_block * pages.block_size
+    num_blocks = -(-stop // pages.block_size) - first_block
+    keys, values, is_null = pages.gather([request], [first_block], num_blocks)
+    tokens = slice(first - start, stop - start)
+    keys, values, is_null = keys[:, :, tokens], values[:, :, tokens], is_null[:, tokens]
+    if not is_null.any():
+        return keys, values, None
+    _blank(keys, values, is_null)
+    return keys, values, is_null[0]
+
+
+def _attend_span(query, keys, values, rule, *, query_position, key_position, is_null=None):
+    """Queries (b, t, heads, d) and keys (b, h, n, d) at consecutive positions, the last of both the same.
+
+    `query_position` and `key_position` are those of the first query and key; `is_null` (n,) marks keys that
+    do not exist. Queries go in tiles, each over the keys that it can see.
+    """
+    output = query.new_zeros(*query.shape[:3], values.shape[3])
+    end = query_position + query.shape[1]
+    position = max(query_position, 0)  # a query before every key sees nothing
+    while position < end:
+        first = max(key_position, rule.first_visible(position))
+        stop = end if rule.chunk is None else min(end, (position // rule.chunk + 1) * rule.chunk)
+        if is_null is None and first == position and not rule.needs_scores:
+            # Nothing earlier is visible: a plain causal square, until a window begins to forget.
+            is_causal = True
+            stop = stop if rule.window is None else min(stop, position + rule.window)
+        else:
+            is_causal = False
+            stop = min(stop, position + _tile_length(query, position - first, rule))
+        tile_keys = slice(first - key_position, stop - key_position)
+        visible = None
+        if not is_causal and (stop - position > 1 or is_null is not None):
+            at = torch.arange(first, stop, device=query.device)
+            query_at = at[position - first :, None]
+            visible = at <= query_at
+            if rule.window is not None:
+                visible &= at > query_at - rule.window
+            if is_null is not None:
+                visible &= ~is_null[tile_keys]
+            visible = visible[None]
+        tile = slice(position - query_position, stop - query_position)
+        output[:, tile] = _attend(
+            query[:, tile], keys[:, :, tile_keys], values[:, :, tile_keys], rule, visible, is_causal
+        )
+        position = stop
+    return output
+
+
+def _tile_length(query, num_earlier_keys, rule):
+    """How many queries to take at once where a mask or scores are laid out."""
+    planes = query.shape[0] * query.shape[2] if rule.needs_scores else 1
+    longest = MAX_MASK_ELEMENTS // (planes * (num_earlier_keys + MAX_TILE))
+    return min(MAX_TILE, max(longest, MAX_PACKED_QUERIES))
+
+
+def _attend(query, keys, values, rule, visible=None, is_causal=False):
+    """Softmax attention: query (b, t, heads, d), keys (b, h, n, d), visible (b or 1, t, n) -> (b, t, heads,
+    d_v).
+
+    `is_causal` is for t = n, and then every query sees itself and what came before.
+    """
+    # Query heads h * g .. h * g + g - 1 share KV head h.
+    query = query.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # (b, h, g, t, d)
+    if rule.needs_scores:
+        output = _attend_with_scores(query, keys, values, rule, visible)
+    else:
+        output = _attend_fused(query, keys, values, rule, visible, is_causal)
+    output = output.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    if visible is not None:
+        output = output.masked_fill(~visible.any(dim=2)[:, :, None, None], 0)
+    return output
+
+
+def _attend_fused(query, keys, values, rule, visible, is_causal):
+    """PyTorch's kernel: query (b, h, g, t, d) -> (b, h, g, t, d_v)."""
+    b, h, g, t, d = query.shape
+    d_v = values.shape[3]
+    if d != d_v:
+        # Its fast form wants one width; zeros change neither scores nor the columns that are kept.
+        query, keys = F.pad(query, (0, max(d_v - d, 0))), F.pad(keys, (0, max(d_v - d, 0)))
+        values = F.pad(values, (0, max(d - d_v, 0)))
+    if t <= MAX_PACKED_QUERIES and not (is_causal and t > 1):
+        if visible is not None:
+            visible = visible[:, None, None].expand(-1, 1, g, -1, -1).flatten(2, 3)
+        query = query.reshape(b, h, g * t, -1)
+    else:
+        # The g heads look at one copy of the keys, through a stride of zero.
+        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+        keys, values = keys.expand(-1, g, -1, -1), values.expand(-1, g, -1, -1)
+        visible = None if visible is None else visible[:, None]
+    output = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=visible, is_causal=is_causal, scale=rule.scale
+    )
+    return output.reshape(b, h, g, t, -1)[..., :d_v]
+
+
+def _attend_with_scores(query, keys, values, rule, visible):
+    """Explicit scores in fp32 (fp64 for fp64): query (b, h, g, t, d) -> (b, h, g, t, d_v)."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    g, t = query.shape[2:4]
+    scores = query.to(dtype).flatten(2, 3) @ keys.to(dtype).mT
+    scores = scores.unflatten(2, (g, t)).mul_(rule.scale)
+    if rule.softcap is not None:
+        scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if visible is not None:
+        scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(dtype).view(1, -1, g, 1, 1).expand(*scores.shape[:4], 1)
+        scores = torch.cat([scores, sinks], dim=4)
+    weights = scores.softmax(dim=4)[..., : keys.shape[2]]
+    return (weights.flatten(2, 3) @ values.to(dtype)).unflatten(2, (g, t)).to(query.dtype)
+
+
+def _blank(keys, values, where):
+    """Zero, in place, the tokens `where` (b, n) of (b, h, n, d): masked scores alone would leave 0 * NaN."""
+    batch, token = where.nonzero(as_tuple=True)
+    keys[batch, :, token] = 0
+    values[batch, :, token] = 0
+
+
+def _query_index(rows, device):
+    """The queries (b, t) of rows of one length."""
+    start = torch.tensor([row.query_start for row in rows], device=device)
+    return start[:, None] + torch.arange(rows[0].query_len, device=device)
+
+
+def _key_index(rows, device):
+    """The step's own keys (b, n) of rows of one length."""
+    start = torch.tensor([row.key_start for row in rows], device=device)
+    return start[:, None] + torch.arange(rows[0].key_len, device=device)

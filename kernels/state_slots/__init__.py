@@ -1,0 +1,1 @@
+"""Read and write the recurrent states of a step's requests."""

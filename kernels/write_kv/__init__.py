@@ -1,0 +1,1 @@
+"""Store this step's keys and values in their slots."""

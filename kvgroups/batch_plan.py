@@ -1,0 +1,170 @@
+"""How a padded batch goes through the model: in which passes, and how their outputs become one again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvgroups.errors import UnsupportedCallError
+
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+"""Arguments with one entry per row and column."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rows that go through the model together."""
+
+    rows: np.ndarray
+    """(num_rows,), int64: rows of the batch."""
+    columns: np.ndarray | None
+    """(num_columns,), int64: the columns that are fed, the same for each row; None for all, padding included."""
+
+
+def plan_passes(is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool, one_token: bool) -> list[Pass]:
+    """Put rows into passes.
+
+    Args:
+        is_real: (batch, columns), bool: which tokens exist.
+        has_past: (batch,), bool: which rows have computed tokens before.
+        splits_rows: whether padding must not reach the model, since it would touch recurrent states.
+        one_token: whether rows with a past take one token at a time.
+
+    Returns:
+        Passes that together feed every real token once, each row's from left to right.
+
+    Example: rows of 2 and 3 tokens, padded left. A model with states takes them one after the other.
+        >>> is_real = np.array([[False, True, True], [True, True, True]])
+        >>> past = np.array([False, False])
+        >>> [(p.rows.tolist(), p.columns.tolist())
+        ...  for p in plan_passes(is_real, past, splits_rows=True, one_token=False)]
+        [([0], [1, 2]), ([1], [0, 1, 2])]
+        >>> plan_passes(is_real, past, splits_rows=False, one_token=False)[0].columns is None
+        True
+    """
+    everything = Pass(np.arange(len(is_real)), None)
+    if not splits_rows:
+        return [everything]
+    # Rows with and without a past part ways even when they feed one token each: a model treats a first token
+    # as a prompt and a later one as a decode.
+    kinds: dict[tuple[bytes, bool], list[int]] = {}
+    for row in range(len(is_real)):
+        kinds.setdefault((is_real[row].tobytes(), bool(has_past[row])), []).append(row)
+    passes = []
+    for (_, past), rows in kinds.items():
+        columns = np.flatnonzero(is_real[rows[0]])
+        if not len(columns):
+            continue
+        steps = columns[:, None] if one_token and past else [columns]
+        passes.extend(Pass(np.array(rows), step) for step in steps)
+    if len(passes) == 1 and len(passes[0].rows) == len(is_real) and is_real.all():
+        return [everything]
+    return passes
+
+
+def slice_inputs(inputs: Mapping[str, Any], each: Pass, batch_size: int, num_columns: int) -> dict[str, Any]:
+    """The forward's arguments for one pass.
+
+    Raises:
+        UnsupportedCallError: naming an argument that cannot be cut by row and column.
+    """
+    if each.columns is None:
+        return dict(inputs)
+    rows, columns = torch.from_numpy(each.rows), torch.from_numpy(each.columns)
+    result = {}
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or name == "logits_to_keep":
+            result[name] = value
+        elif name in _PER_TOKEN:
+            result[name] = _cut(name, value, rows, columns, batch_size, num_columns)
+        else:
+            raise UnsupportedCallError(
+                f"{name}: a batch whose rows go through the model on their own cannot take this argument; leave it out"
+            )
+    if "logits_to_keep" in inputs:
+        result["logits_to_keep"] = _kept_in_pass(inputs["logits_to_keep"], each.columns, num_columns)
+    return result
+
+
+def _cut(
+    name: str, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, batch_size: int, num_columns: int
+) -> torch.Tensor:
+    rows, columns = rows.to(value.device), columns.to(value.device)
+    row_dim = value.ndim - 2 if name != "inputs_embeds" else 0  # position_ids may be (3, batch, tokens)
+    if value.shape[row_dim] == 1 and batch_size > 1:
+        value = value.expand(*value.shape[:row_dim], batch_size, *value.shape[row_dim + 1 :])
+    return value.index_select(row_dim, rows).index_select(row_dim + 1, columns)
+
+
+def merge_outputs(
+    outputs: Sequence[Any], passes: Sequence[Pass], inputs: Mapping[str, Any], batch_size: int, num_columns: int
+) -> Any:
+    """One output for the padded batch; columns that no pass fed hold zeros.
+
+    Args:
+        outputs: what the model returned for each pass, with return_dict.
+        passes: the passes, in the same order.
+        inputs: the forward's arguments for the whole batch.
+        batch_size: rows.
+        num_columns: columns, padding included.
+
+    Raises:
+        UnsupportedCallError: naming an output that cannot be put together by row and column.
+    """
+    if not outputs:
+        raise UnsupportedCallError("attention_mask: hides every token of the batch; feed at least one")
+    if passes[0].columns is None:
+        return outputs[0]
+    kept = _kept_columns(inputs.get("logits_to_keep", 0), num_columns)
+    merged = type(outputs[0])()
+    for name, first in outputs[0].items():
+        if name == "logits":
+            merged[name] = _scatter([output[name] for output in outputs], passes, batch_size, kept)
+        elif name == "hidden_states":
+            merged[name] = tuple(
+                _scatter(list(layer), passes, batch_size, np.arange(num_columns))
+                for layer in zip(*(output[name] for output in outputs), strict=True)
+            )
+        elif name in ("cache", "past_key_values", "cache_params"):
+            merged[name] = first
+        elif name == "last_hidden_state":
+            merged[name] = _scatter([output[name] for output in outputs], passes, batch_size, np.arange(num_columns))
+        else:
+            raise UnsupportedCallError(
+                f"{name}: a batch whose rows go through the model on their own cannot return this output; do not ask for it"
+            )
+    return merged
+
+
+def _scatter(
+    parts: Sequence[torch.Tensor], passes: Sequence[Pass], batch_size: int, kept: np.ndarray
+) -> torch.Tensor:
+    """Put parts (rows of the pass, its kept columns, dim) into (batch, kept columns, dim)."""
+    whole = parts[0].new_zeros((batch_size, len(kept), parts[0].shape[-1]))
+    for part, each in zip(parts, passes, strict=True):
+        places = np.flatnonzero(np.isin(kept, each.columns))
+        if len(places):
+            rows = torch.from_numpy(each.rows).to(whole.device)
+            whole[rows[:, None], torch.from_numpy(places).to(whole.device)] = part[:, -len(places) :]
+    return whole
+
+
+def _kept_columns(logits_to_keep: int | torch.Tensor, num_columns: int) -> np.ndarray:
+    columns = np.arange(num_columns)
+    if isinstance(logits_to_keep, torch.Tensor):
+        return columns[logits_to_keep.cpu().numpy()]
+    return columns[-logits_to_keep:] if logits_to_keep else columns
+
+
+def _kept_in_pass(logits_to_keep: int | torch.Tensor, fed: np.ndarray, num_columns: int) -> int | torch.Tensor:
+    """Which of a pass's own positions the caller wants logits of; one that is thrown away if none."""
+    wanted = np.flatnonzero(np.isin(fed, _kept_columns(logits_to_keep, num_columns)))
+    if len(wanted) == 0:
+        return 1
+    if wanted[0] == len(fed) - len(wanted):
+        return len(wanted)
+    return torch.from_numpy(wanted)

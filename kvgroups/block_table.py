@@ -1,0 +1,617 @@
+"""Which block holds which tokens of which request: a table per KV-cache group, and all of them as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import torch
+
+from kvgroups import ops
+from kvgroups.constants import NULL_BLOCK_ID, TABLE_ALIGNMENT_TOKENS
+from kvgroups.errors import KVGroupsError, ShapeError, SpecError
+from kvgroups.geometry import BatchGeometry, to_device
+
+if TYPE_CHECKING:
+    from kvgroups.specs import KVGroupsConfig
+
+SLOT_MAPPINGS = get_args(ops.SlotMappingMode)
+"""How a group turns a position into a slot. "none" is a state group, whose table holds state slots."""
+
+
+class BlockTable:
+    """`table[row, logical block] = block id` of one KV-cache group, on the CPU and mirrored on a device.
+
+    The CPU's table is the truth and only the verbs write it; the device sees a change after `commit`.
+    Whatever shortens a row clears its tail to the null block, since padded rows and kernels that load whole
+    vectors do read there. A verb that raises has changed nothing.
+
+    A row counts every logical block of its request, also those that no later query can see: these are
+    `NULL_BLOCK_ID`, never left out, so that `position // block_size` stays the column.
+
+    Args:
+        max_num_reqs: number of rows.
+        max_model_len: tokens that the longest request may hold; sets the width.
+        block_size: tokens in a block. Must be 1 for "token".
+        slot_mapping: one of `SLOT_MAPPINGS`.
+        ring_blocks: blocks that a request owns for life. For "ring" only.
+        device: where the mirror lives.
+        cp_world_size: ranks that share each sequence (context parallelism). A logical block then spans
+            `block_size * cp_world_size` tokens, of which this rank stores `block_size`.
+        cp_rank: this rank, from 0.
+        cp_interleave: consecutive tokens on one rank before the next rank's turn; divides `block_size`.
+
+    Raises:
+        SpecError: the arguments contradict each other.
+
+    Source: vLLM v1 `BlockTable`. Ours clears tails, and commits changes instead of whole rows.
+
+    Example: 35 tokens in blocks of 16 take three blocks; token 48 would need a fourth.
+        >>> table = BlockTable(max_num_reqs=4, max_model_len=1000, block_size=16)
+        >>> table.append_row(2, [7, 1023])
+        >>> table.append_row(2, [5])
+        >>> table.table[2, :4].tolist(), table.num_blocks_per_row.tolist()
+        ([7, 1023, 5, 0], [0, 0, 3, 0])
+        >>> table.commit()  # three entries of 12 bytes: an int64 place and an int32 id
+        36
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        slot_mapping: ops.SlotMappingMode = "paged",
+        ring_blocks: int = 0,
+        device: torch.device | str = "cpu",
+        cp_world_size: int = 1,
+        cp_rank: int = 0,
+        cp_interleave: int = 1,
+    ) -> None:
+        for name, value in (
+            ("max_num_reqs", max_num_reqs),
+            ("max_model_len", max_model_len),
+            ("block_size", block_size),
+            ("cp_world_size", cp_world_size),
+            ("cp_interleave", cp_interleave),
+        ):
+            if value < 1:
+                raise SpecError(f"block_table: expected {name} >= 1, got {value}.")
+        if slot_mapping not in SLOT_MAPPINGS:
+            raise SpecError(f"block_table: expected slot_mapping in {SLOT_MAPPINGS}, got {slot_mapping!r}.")
+        if (slot_mapping == "ring") != (ring_blocks > 0):
+            raise SpecError(
+                f"block_table: expected ring_blocks >= 1 for a ring and 0 otherwise, got {ring_blocks} for "
+                f"slot_mapping={slot_mapping!r}."
+            )
+        if slot_mapping == "token" and block_size != 1:
+            raise SpecError(
+                f'block_table: expected block_size 1 for slot_mapping="token", got {block_size}. '
+                f'Use "paged" for larger blocks.'
+            )
+        if not 0 <= cp_rank < cp_world_size:
+            raise SpecError(f"block_table: expected cp_rank from 0 to {cp_world_size - 1}, got {cp_rank}.")
+        if slot_mapping != "none" and block_size % cp_interleave:
+            raise SpecError(
+                f"block_table: expected cp_interleave to divide block_size {block_size}, got {cp_interleave}."
+            )
+        self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.slot_mapping = slot_mapping
+        self.ring_blocks = ring_blocks
+        self.device = torch.device(device)
+        self.cp_world_size = cp_world_size
+        self.cp_rank = cp_rank
+        self.cp_interleave = cp_interleave
+        self.committed_bytes = 0
+        """Bytes that all commits so far have moved to the device."""
+
+        self._table = np.full((max_num_reqs, self._width()), NULL_BLOCK_ID, dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_reqs, dtype=np.int32)
+        # Columns [start, stop) of each row that the device has not seen; start >= stop where there are none.
+        self._dirty_start = np.full(max_num_reqs, self.width, dtype=np.int32)
+        self._dirty_stop = np.zeros(max_num_reqs, dtype=np.int32)
+        # A copy on the CPU too: a forgotten commit must be wrong there as it is on a GPU.
+        self.device_table = torch.full(self._table.shape, NULL_BLOCK_ID, dtype=torch.int32, device=device)
+        """(max_num_reqs, width), int32, on `device`: the table as of the last commit."""
+
+    def _width(self) -> int:
+        """Blocks for `max_model_len`, rounded up so that width * block_size is a multiple of 128 tokens.
+
+        At B = 16, 48 and 128 that is a multiple of 8, 8 and 1 blocks. A ring is exactly as wide as it has
+        blocks (its column is taken modulo that), and a state group needs one entry.
+        """
+        if self.slot_mapping == "none":
+            return 1
+        if self.slot_mapping == "ring":
+            return self.ring_blocks
+        multiple = TABLE_ALIGNMENT_TOKENS // math.gcd(TABLE_ALIGNMENT_TOKENS, self.block_size)
+        num_blocks = _cdiv(self.max_model_len, self.block_size * self.cp_world_size)
+        return _cdiv(num_blocks, multiple) * multiple
+
+    @property
+    def width(self) -> int:
+        """Entries of a row: the most blocks that a request can have."""
+        return self._table.shape[1]
+
+    @property
+    def table(self) -> np.ndarray:
+        """(max_num_reqs, width), int32, block ids. A read-only view: the verbs write it."""
+        return _read_only(self._table)
+
+    @property
+    def num_blocks_per_row(self) -> np.ndarray:
+        """(max_num_reqs,), int32: filled entries of each row, null ones included. A read-only view."""
+        return _read_only(self._num_blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table, and again of its mirror. 256 rows of 32K tokens at B = 16 take 2 MiB."""
+        return self._table.nbytes
+
+    @property
+    def has_uncommitted_changes(self) -> bool:
+        """Whether the device's table differs from the CPU's until the next `commit`."""
+        return bool((self._dirty_start < self._dirty_stop).any())
+
+    def append_row(self, row: int, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Add blocks at the end of a row.
+
+        Args:
+            row: table row.
+            block_ids: (n,), integers >= 0; `NULL_BLOCK_ID` for blocks that no later query can see.
+
+        Raises:
+            ShapeError: no such row, an id that is negative or no int32, or more blocks than the width.
+        """
+        ids = self.check_append(row, block_ids)
+        count = int(self._num_blocks[row])
+        self._write(row, count, ids)
+        self._num_blocks[row] = count + len(ids)
+
+    def add_row(self, row: int, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Replace a row: afterwards it holds these blocks and nothing else. Arguments as for `append_row`."""
+        self._replace(row, self.check_add(row, block_ids))
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Make row `target` equal to row `source`, which stays as it is. Both then name the same blocks."""
+        self.check_rows(source, target)
+        self._replace(target, self._blocks(source))
+
+    def move_row(self, source: int, target: int) -> None:
+        """Move row `source` to `target` and clear the vacated row. What `target` held is gone."""
+        self.check_rows(source, target)
+        if source != target:
+            self._replace(target, self._blocks(source))
+            self._shorten(source, 0)
+
+    def swap_row(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        self.check_rows(a, b)
+        blocks_of_a = self._blocks(a)
+        self._replace(a, self._blocks(b))
+        self._replace(b, blocks_of_a)
+
+    def truncate_row(self, row: int, num_blocks: int) -> None:
+        """Keep the first `num_blocks` blocks of a row and clear the rest.
+
+        Raises:
+            ShapeError: no such row, or the row has fewer blocks.
+        """
+        self.check_truncate(row, num_blocks)
+        self._shorten(row, num_blocks)
+
+    def null_range(self, row: int, start: int, stop: int) -> None:
+        """Make logical blocks `start` to `stop - 1` null: they fell behind the window. The count stays.
+
+        Raises:
+            ShapeError: no such row, or the range is not within the row's blocks.
+        """
+        self.check_null_range(row, start, stop)
+        self._write(row, start, np.full(stop - start, NULL_BLOCK_ID, dtype=np.int32))
+
+    def clear_row(self, row: int) -> None:
+        """Empty a row."""
+        self.check_rows(row)
+        self._shorten(row, 0)
+
+    def commit(self) -> int:
+        """Bring the device's table up to date, moving only what changed since the last commit.
+
+        One transfer of 12 bytes an entry (place and id) and one scatter; per row, the entries from the first
+        changed to the last changed column are moved. On a GPU the transfer is pinned and is ordered on the
+        current stream: work on another stream waits for an event of this one.
+
+        Returns:
+            Bytes moved; 0 when nothing changed. They grow with new blocks, not with `max_model_len`.
+        """
+        rows = np.flatnonzero(self._dirty_start < self._dirty_stop)
+        if not len(rows):
+            return 0
+        starts = rows * self.width + self._dirty_start[rows]
+        lengths = self._dirty_stop[rows] - self._dirty_start[rows]
+        total = int(lengths.sum())
+        # Spans [10, 12) and [30, 33) -> places 10 11 30 31 32.
+        places = np.arange(total) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+
+        packed = np.empty(3 * total, dtype=np.int32)  # int64 places first, so that both halves are aligned
+        packed[: 2 * total].view(np.int64)[:] = places
+        packed[2 * total :] = self._table.reshape(-1)[places]
+        moved = to_device(packed, self.device)
+        self.device_table.view(-1).index_copy_(0, moved[: 2 * total].view(torch.int64), moved[2 * total :])
+
+        self._dirty_start[rows] = self.width
+        self._dirty_stop[rows] = 0
+        self.committed_bytes += packed.nbytes
+        return packed.nbytes
+
+    def compute_slot_mapping(self, geometry: BatchGeometry) -> torch.Tensor:
+        """The slot of each token of this step in this group. Commit first.
+
+        Returns:
+            (num_padded_tokens,), int64, on `device`: -1 for padding, for tokens of another context-parallel
+            rank and for tokens without a block.
+
+        Raises:
+            ShapeError: the geometry names a row that the table lacks, or a token beyond the row's blocks.
+            KVGroupsError: changes are not committed.
+        """
+        self._check_tokens_have_blocks(geometry)
+        return _slot_mappings([self], geometry)[0]
+
+    def gather(self, geometry: BatchGeometry) -> torch.Tensor:
+        """This step's rows, in the order of the step. Commit first.
+
+        Returns:
+            (num_padded_reqs, width), int32, on `device`: padded requests have the null block everywhere.
+            A state group's state slots are column 0.
+
+        Raises:
+            ShapeError: the geometry names a row that the table lacks.
+            KVGroupsError: changes are not committed.
+        """
+        self._check_readable(geometry)
+        rows = geometry.tensors(self.device).rows[: geometry.num_reqs]
+        gathered = self.device_table.index_select(0, rows)
+        padding = geometry.num_padded_reqs - geometry.num_reqs
+        return (
+            torch.nn.functional.pad(gathered, (0, 0, 0, padding), value=NULL_BLOCK_ID)
+            if padding
+            else gathered
+        )
+
+    # The checks of the verbs, on their own: several tables change together only after all have agreed.
+
+    def check_rows(self, *rows: int) -> None:
+        """Raise ShapeError unless the table has these rows."""
+        for row in rows:
+            if not 0 <= row < self.max_num_reqs:
+                raise ShapeError(
+                    f"block_table: expected a row from 0 to {self.max_num_reqs - 1}, got {row}. "
+                    f"Raise max_num_reqs to hold more requests."
+                )
+
+    def check_append(self, row: int, block_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The ids as (n,) int32, or ShapeError if `append_row` would refuse them."""
+        self.check_rows(row)
+        return self._fitting(row, block_ids, int(self._num_blocks[row]))
+
+    def check_add(self, row: int, block_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The ids as (n,) int32, or ShapeError if `add_row` would refuse them."""
+        self.check_rows(row)
+        return self._fitting(row, block_ids, 0)
+
+    def check_truncate(self, row: int, num_blocks: int) -> None:
+        """Raise ShapeError if `truncate_row` would refuse."""
+        self.check_rows(row)
+        if not 0 <= num_blocks <= self._num_blocks[row]:
+            raise ShapeError(
+                f"block_table: expected num_blocks from 0 to {self._num_blocks[row]}, what row {row} has, "
+                f"got {num_blocks}. Use append_row to lengthen a row."
+            )
+
+    def check_null_range(self, row: int, start: int, stop: int) -> None:
+        """Raise ShapeError if `null_range` would refuse."""
+        self.check_rows(row)
+        if not 0 <= start <= stop <= self._num_blocks[row]:
+            raise ShapeError(
+                f"block_table: expected 0 <= start <= stop <= {self._num_blocks[row]}, the blocks of row "
+                f"{row}, got start {start} and stop {stop}."
+            )
+
+    def _fitting(self, row: int, block_ids: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+        ids = np.asarray(block_ids)
+        if ids.size == 0:
+            ids = ids.astype(np.int32)  # numpy makes an empty list float64
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ShapeError(f"block_table: expected block_ids (n,) integers, got {ids.shape} {ids.dtype}.")
+        if ids.min(initial=0) < 0 or ids.max(initial=0) > np.iinfo(np.int32).max:
+            raise ShapeError(
+                f"block_table: expected block ids from 0 to {np.iinfo(np.int32).max}, got {ids.min()} to "
+                f"{ids.max()} for row {row}. A block that holds nothing is NULL_BLOCK_ID = {NULL_BLOCK_ID}; "
+                f"-1 is for slots only."
+            )
+        if count + len(ids) > self.width:
+            raise ShapeError(
+                f"block_table: row {row} would have {count + len(ids)} blocks of {self.block_size} tokens, "
+                f"expected at most {self.width}, the width for max_model_len={self.max_model_len} and "
+                f"slot_mapping={self.slot_mapping!r}. Raise max_model_len for longer requests."
+            )
+        return ids.astype(np.int32)
+
+    def _blocks(self, row: int) -> np.ndarray:
+        return self._table[row, : self._num_blocks[row]].copy()
+
+    def _replace(self, row: int, ids: np.ndarray) -> None:
+        self._write(row, 0, ids)
+        if len(ids) < self._num_blocks[row]:
+            self._shorten(row, len(ids))
+        self._num_blocks[row] = len(ids)
+
+    def _shorten(self, row: int, count: int) -> None:
+        tail = int(self._num_blocks[row]) - count
+        self._write(row, count, np.full(tail, NULL_BLOCK_ID, dtype=np.int32))
+        self._num_blocks[row] = count
+
+    def _write(self, row: int, start: int, ids: np.ndarray) -> None:
+        """Write entries and note the columns that changed: nulling a null range again moves no bytes."""
+        entries = self._table[row, start : start + len(ids)]
+        changed = np.flatnonzero(entries != ids)
+        if len(changed):
+            entries[:] = ids
+            self._dirty_start[row] = min(self._dirty_start[row], start + changed[0])
+            self._dirty_stop[row] = max(self._dirty_stop[row], start + changed[-1] + 1)
+
+    def _check_readable(self, geometry: BatchGeometry) -> None:
+        if self.has_uncommitted_changes:
+            raise KVGroupsError(
+                "block_table: expected a committed table, got changes that the device has not seen. Call "
+                "commit() after the last verb and before the step reads the table."
+            )
+        if geometry.num_reqs:
+            self.check_rows(int(geometry.rows.max()))
+
+    def _check_tokens_have_blocks(self, geometry: BatchGeometry) -> None:
+        self._check_readable(geometry)
+        if self.slot_mapping == "none":
+            return
+        # A token past its row's blocks would read a cleared entry, get slot -1 and be lost in silence.
+        needed = -(-geometry.seq_lens // (self.block_size * self.cp_world_size))
+        if self.slot_mapping == "ring":
+            needed = np.minimum(needed, self.ring_blocks)
+        short = np.flatnonzero((self._num_blocks[geometry.rows] < needed) & (geometry.query_lens > 0))
+        if len(short):
+            request = short[0]
+            row = geometry.rows[request]
+            raise ShapeError(
+                f"block_table: row {row} has {self._num_blocks[row]} blocks of {self.block_size} tokens, "
+                f"expected {needed[request]} for {geometry.seq_lens[request]} tokens. Append blocks before "
+                f"the step (NULL_BLOCK_ID for those that no later query can see)."
+            )
+
+
+class MultiGroupBlockTable:
+    """The block tables of all KV-cache groups, changed together and read with one `BatchGeometry`.
+
+    It has the verbs of `BlockTable`. A request has the same row in every group, so verbs on whole rows take
+    only rows. Blocks differ in id, size and number from group to group, so verbs that speak of blocks take
+    a mapping from group name. Every verb is all-or-nothing: if one group refuses, none has changed.
+
+    Args:
+        tables: group name -> table. Equal `max_num_reqs`, device and context-parallel arguments.
+
+    Raises:
+        SpecError: no table, or tables that disagree.
+
+    Example: blocks of 16 for full attention, of 4 for a window.
+        >>> tables = MultiGroupBlockTable({"full": BlockTable(2, 256, 16), "window": BlockTable(2, 256, 4)})
+        >>> tables.append_row(1, {"full": [9], "window": [0, 0, 5]})
+        >>> {name: table.num_blocks_per_row.tolist() for name, table in tables.tables.items()}
+        {'full': [0, 1], 'window': [0, 3]}
+    """
+
+    def __init__(self, tables: Mapping[str, BlockTable]) -> None:
+        if not tables:
+            raise SpecError("block_table: expected at least one KV-cache group, got none.")
+        first, *others = tables
+        for name in ("max_num_reqs", "device", "cp_world_size", "cp_rank", "cp_interleave"):
+            value = getattr(tables[first], name)
+            for other in others:
+                if getattr(tables[other], name) != value:
+                    raise SpecError(
+                        f"block_table: expected one {name} for all KV-cache groups, got {value} in "
+                        f"{first!r} and {getattr(tables[other], name)} in {other!r}."
+                    )
+        self.tables = dict(tables)
+        """Group name -> its table. Change rows through the verbs here wherever groups must stay in step."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: KVGroupsConfig,
+        *,
+        max_num_reqs: int | None = None,
+        max_model_len: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> MultiGroupBlockTable:
+        """Tables for the groups of a config, empty.
+
+        Args:
+            config: its groups give name, block size and slot mapping, itself `ring_blocks(group)`.
+            max_num_reqs: rows. Default: the config's.
+            max_model_len: tokens of the longest request. Default: the config's.
+            device: where the mirrors live.
+        """
+        return cls(
+            {
+                group.name: BlockTable(
+                    config.max_num_reqs if max_num_reqs is None else max_num_reqs,
+                    config.max_model_len if max_model_len is None else max_model_len,
+                    group.block_size,
+                    slot_mapping=group.slot_mapping,
+                    ring_blocks=config.ring_blocks(group),
+                    device=device,
+                )
+                for group in config.groups
+            }
+        )
+
+    def __getitem__(self, group: str) -> BlockTable:
+        """The table of one KV-cache group."""
+        return self.tables[group]
+
+    @property
+    def max_num_reqs(self) -> int:
+        """Rows of every group's table."""
+        return next(iter(self.tables.values())).max_num_reqs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables on the CPU; the mirrors have as many."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes that all commits so far have moved, over all groups."""
+        return sum(table.committed_bytes for table in self.tables.values())
+
+    def append_row(self, row: int, block_ids: Mapping[str, Sequence[int] | np.ndarray]) -> None:
+        """Add blocks at the end of a row: group name -> block ids. Groups left out stay as they are."""
+        self._check_names(block_ids)
+        for name, ids in block_ids.items():
+            with _naming(name):
+                self.tables[name].check_append(row, ids)
+        for name, ids in block_ids.items():
+            self.tables[name].append_row(row, ids)
+
+    def add_row(self, row: int, block_ids: Mapping[str, Sequence[int] | np.ndarray]) -> None:
+        """Replace a row in every group: group name -> block ids. No group may be left out."""
+        self._check_names(block_ids)
+        if missing := [name for name in self.tables if name not in block_ids]:
+            raise ShapeError(
+                f"block_table: expected block ids for every KV-cache group, got none for {missing}. "
+                f"Give [] for a group that shall be empty."
+            )
+        for name, ids in block_ids.items():
+            with _naming(name):
+                self.tables[name].check_add(row, ids)
+        for name, ids in block_ids.items():
+            self.tables[name].add_row(row, ids)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Make row `target` equal to row `source` in every group. Both then name the same blocks."""
+        self._check_rows(source, target)
+        for table in self.tables.values():
+            table.copy_row(source, target)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Move row `source` to `target` in every group and clear the vacated row."""
+        self._check_rows(source, target)
+        for table in self.tables.values():
+            table.move_row(source, target)
+
+    def swap_row(self, a: int, b: int) -> None:
+        """Exchange two rows in every group."""
+        self._check_rows(a, b)
+        for table in self.tables.values():
+            table.swap_row(a, b)
+
+    def truncate_row(self, row: int, num_blocks: Mapping[str, int]) -> None:
+        """Keep the first blocks of a row: group name -> how many. Groups left out stay as they are."""
+        self._check_names(num_blocks)
+        for name, count in num_blocks.items():
+            with _naming(name):
+                self.tables[name].check_truncate(row, count)
+        for name, count in num_blocks.items():
+            self.tables[name].truncate_row(row, count)
+
+    def null_range(self, row: int, ranges: Mapping[str, tuple[int, int]]) -> None:
+        """Make blocks null: group name -> (start, stop). Groups left out stay as they are."""
+        self._check_names(ranges)
+        for name, (start, stop) in ranges.items():
+            with _naming(name):
+                self.tables[name].check_null_range(row, start, stop)
+        for name, (start, stop) in ranges.items():
+            self.tables[name].null_range(row, start, stop)
+
+    def clear_row(self, row: int) -> None:
+        """Empty a row in every group."""
+        self._check_rows(row)
+        for table in self.tables.values():
+            table.clear_row(row)
+
+    def commit(self) -> int:
+        """Bring every group's device table up to date. Returns the bytes moved."""
+        return sum(table.commit() for table in self.tables.values())
+
+    def compute_slot_mapping(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
+        """The slot of each token of this step in every group, in one launch. Commit first.
+
+        Returns:
+            Group name -> (num_padded_tokens,), int64: views of one tensor. All -1 for a state group.
+
+        Raises:
+            ShapeError: the geometry names a row that the tables lack, or a token beyond a row's blocks.
+            KVGroupsError: changes are not committed.
+        """
+        for name, table in self.tables.items():
+            with _naming(name):
+                table._check_tokens_have_blocks(geometry)
+        return dict(zip(self.tables, _slot_mappings(list(self.tables.values()), geometry), strict=True))
+
+    def gather(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
+        """This step's rows of every group: group name -> (num_padded_reqs, width), int32. Commit first."""
+        return {name: table.gather(geometry) for name, table in self.tables.items()}
+
+    def _check_rows(self, *rows: int) -> None:
+        next(iter(self.tables.values())).check_rows(*rows)  # all tables have the same rows
+
+    def _check_names(self, names: Mapping[str, object]) -> None:
+        if unknown := [name for name in names if name not in self.tables]:
+            raise ShapeError(
+                f"block_table: expected KV-cache groups among {list(self.tables)}, got {unknown}."
+            )
+
+
+def _slot_mappings(tables: list[BlockTable], geometry: BatchGeometry) -> torch.Tensor:
+    """(num_tables, num_padded_tokens), int64, in one launch for tables that share device and ranks."""
+    shared = tables[0]
+    tensors = geometry.tensors(shared.device)
+    return ops.slot_mapping(
+        [table.device_table for table in tables],
+        tensors.rows,
+        tensors.query_start_loc,
+        tensors.positions[: geometry.num_tokens],
+        tensors.seq_lens,
+        block_sizes=[table.block_size for table in tables],
+        modes=[table.slot_mapping for table in tables],
+        ring_blocks=[table.ring_blocks for table in tables],
+        num_padded_tokens=geometry.num_padded_tokens,
+        cp_world_size=shared.cp_world_size,
+        cp_rank=shared.cp_rank,
+        cp_interleave=shared.cp_interleave,
+    )
+
+
+@contextmanager
+def _naming(group: str) -> Iterator[None]:
+    """Say in which KV-cache group a check failed."""
+    try:
+        yield
+    except KVGroupsError as error:
+        raise type(error)(f"KV-cache group {group!r}: {error}") from error
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def _cdiv(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

@@ -1,0 +1,365 @@
+"""Put a model's layers on grouped paged caches, and take it off again without a trace."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.utils import ModelOutput
+
+from kvgroups.cache import CACHE_ARGUMENTS, CacheContext, GroupedCache, find_cache
+from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelError
+from kvgroups.manager import Manager
+from kvgroups.model_adapters import ATTENTION_NAME, register_attention
+from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
+from kvgroups.specs.infer import config_from_facts, layer_specs
+from kvgroups.specs.probe import LayerFacts, attention_setting, probe
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+_SERVED_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
+
+_REFUSED_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
+"""Inputs that make a model build masks of its own, which our attention would not see."""
+
+
+def patch(model: Model, config: KVGroupsConfig | None = None) -> Model:
+    """Make `model.generate` run on block tables, one for each KV-cache group.
+
+    Only forwards whose cache is a `GroupedCache` are changed: `generate` makes one by itself. Everything else,
+    training, a forward without a cache or with one of transformers' own, runs as before, bit for bit. A model
+    that is patched already is left as it is, unless another config is given.
+
+    Args:
+        model: a causal language model of transformers, on one device. Changed in place.
+        config: groups and limits; None for `infer_config(model)`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: naming layer and class, if a layer's cache cannot be kept; the model is untouched.
+        SpecError: if `config` does not describe this model.
+
+    Example:
+        >>> from kvgroups.testing import tiny
+        >>> model = patch(tiny("bamba"))
+        >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3).shape
+        torch.Size([1, 6])
+        >>> unpatch(model) is model
+        True
+    """
+    present = model.__dict__.get("_kvgroups")
+    if present is not None:
+        if config is None or config == present.context.config:
+            return model
+        unpatch(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no transformers PreTrainedModel; patch the model that it wraps"
+        )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is spread over {', '.join(devices)}; load it on one device"
+        )
+    facts = probe(model)
+    if config is None:
+        config = config_from_facts(model, facts, {})
+    else:
+        _check_config(config, facts)
+    _check_modes(config, facts)
+    register_attention()
+    Patch(model, config, facts).install()
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch`: the model's forward, methods and settings are the very objects that they were.
+
+    A model that is not patched is left as it is. Caches that are still held keep their blocks but cannot be
+    used any more.
+    """
+    present = model.__dict__.get("_kvgroups")
+    if present is not None:
+        present.remove()
+    return model
+
+
+def is_patched(model: torch.nn.Module) -> bool:
+    """Whether `patch` is in force on this model."""
+    return "_kvgroups" in model.__dict__
+
+
+class Patch:
+    """What `patch` puts on one model.
+
+    Everything is an attribute of the instance that hides one of its class, so that taking it off restores
+    the class's own.
+
+    Args:
+        model: the model.
+        config: checked against `facts`.
+        facts: what the probe saw.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
+        self.model = model
+        self.original_forward = model.forward
+        self.context = CacheContext(
+            config=config,
+            facts=facts,
+            manager=Manager(config, model.device),
+            parameters=inspect.signature(model.forward).parameters,
+        )
+        self._hidden: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Hide the model's methods behind ours."""
+
+        @functools.wraps(self.original_forward)  # generate reads the signature
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(*args, **kwargs)
+
+        attributes = {
+            "_kvgroups": self,
+            "forward": forward,
+            "_prepare_cache_for_generation": self.prepare_cache,
+            "_prefill": self.prefill,
+            "__deepcopy__": self.deepcopy_model,
+            "__getstate__": self.plain_state,
+        }
+        # accelerate and others keep instance attributes of their own: put them back as they were
+        self._hidden = {name: self.model.__dict__[name] for name in attributes if name in self.model.__dict__}
+        self._installed = tuple(attributes)
+        self.model.__dict__.update(attributes)
+
+    def remove(self) -> None:
+        """Take our attributes off."""
+        for name in self._installed:
+            del self.model.__dict__[name]
+        self.model.__dict__.update(self._hidden)
+
+    def plain_state(self) -> dict[str, Any]:
+        """The model's attributes without ours: what pickling saves, so that a saved model is a plain one."""
+        plain = {name: value for name, value in self.model.__dict__.items() if name not in self._installed}
+        return {**plain, **self._hidden}
+
+    def deepcopy_model(self, memo: dict[int, Any]) -> PreTrainedModel:
+        """A copy of the model, patched with empty pools of its own."""
+        import copy
+
+        model, config = self.model, self.context.config
+        self.remove()
+        try:
+            twin = copy.deepcopy(model, memo)
+        finally:
+            self.install()
+        return patch(twin, config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward: its own, unless the cache among the arguments is ours."""
+        names = list(self.context.parameters)
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = find_cache(inputs)
+        if not isinstance(cache, GroupedCache):
+            return self.original_forward(*args, **kwargs)
+        self._check_forward(cache, inputs)
+        for name in CACHE_ARGUMENTS:
+            inputs.pop(name, None)
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        as_dict = inputs.get("return_dict", self.model.config.return_dict)
+        inputs.update(cache=cache, return_dict=True)
+        if "use_cache" in self.context.parameters or self._takes_any_keyword():
+            inputs["use_cache"] = True
+        if not self.context.lock.acquire(blocking=False):
+            raise UnsupportedCallError("a second forward at the same time on one model; run one after the other")
+        try:
+            with attention_setting(self.model, ATTENTION_NAME):
+                output: ModelOutput = cache.forward(self.original_forward, inputs)
+        finally:
+            self.context.lock.release()
+        return output if as_dict else output.to_tuple()
+
+    def _takes_any_keyword(self) -> bool:
+        return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.context.parameters.values())
+
+    def _check_forward(self, cache: GroupedCache, inputs: dict[str, Any]) -> None:
+        if cache.context is not self.context:
+            raise UnsupportedCallError(
+                "cache: this GroupedCache belongs to another model or an earlier patch; make one with "
+                "kvgroups.GroupedCache(model)"
+            )
+        if inputs.get("output_attentions") or self.model.config.output_attentions:
+            raise UnsupportedCallError(
+                "output_attentions: paged attention forms no weights; set output_attentions=False or kvgroups.unpatch(model)"
+            )
+        for name in _REFUSED_INPUTS:
+            if inputs.get(name) is not None:
+                raise UnsupportedCallError(f"{name}: a patched model takes text only; leave it out or unpatch the model")
+        types = inputs.get("token_type_ids")
+        if types is not None and bool(types.any()):
+            raise UnsupportedCallError(
+                "token_type_ids: blocks that see each other both ways are not served; leave them out or unpatch the model"
+            )
+
+    # generate
+
+    def prepare_cache(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Called by `generate` where it would make its own cache: refuse what is not served, else make ours."""
+        original = type(self.model)._prepare_cache_for_generation
+        if generation_config.use_cache is False or generation_config.is_assistant:
+            original(self.model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return
+        self._check_generation(generation_config, generation_mode)
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        config = self.context.config
+        if rows > config.max_num_reqs:
+            raise UnsupportedCallError(
+                f"{rows} sequences at once: max_num_reqs is {config.max_num_reqs}; patch the model with a config whose "
+                "max_num_reqs is larger, or pass fewer"
+            )
+        if max_cache_length + 1 > config.max_model_len:
+            raise UnsupportedCallError(
+                f"max_length {max_cache_length + 1}: max_model_len is {config.max_model_len}; lower max_new_tokens or patch "
+                "the model with a config whose max_model_len is larger"
+            )
+        cache = model_kwargs.get("cache")
+        if cache is None:
+            model_kwargs["cache"] = GroupedCache(self.model)
+        elif not isinstance(cache, GroupedCache) or cache.context is not self.context:
+            kind = "a GroupedCache of another model" if isinstance(cache, GroupedCache) else type(cache).__name__
+            raise UnsupportedCallError(
+                f"cache: generate on a patched model got {kind}; leave `cache` out, pass a kvgroups.GroupedCache of "
+                "this model, or kvgroups.unpatch(model)"
+            )
+        elif cache.batch_size not in (-1, rows):
+            raise UnsupportedCallError(
+                f"cache: holds {cache.batch_size} rows and generate runs {rows}; pass the batch that it was filled with"
+            )
+        model_kwargs["cache"]._is_user_defined = cache is not None
+
+    def _check_generation(self, generation_config: Any, mode: GenerationMode) -> None:
+        if mode not in _SERVED_MODES:
+            raise UnsupportedCallError(
+                f"generate: mode {mode.value!r} is not served on a patched model; use greedy search or sampling "
+                "(num_beams=1, no assistant), pass use_cache=False, or kvgroups.unpatch(model)"
+            )
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise UnsupportedCallError(
+                f"cache_implementation={implementation!r}: a patched model brings its own cache; leave it out, or "
+                "kvgroups.unpatch(model)"
+            )
+        if generation_config.output_attentions:
+            raise UnsupportedCallError(
+                "output_attentions: paged attention forms no weights; set output_attentions=False or kvgroups.unpatch(model)"
+            )
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Called by `generate` before the first forward, with the whole prompt: the last check before blocks are taken."""
+        cache = model_kwargs.get("cache")
+        if isinstance(cache, GroupedCache):
+            self._check_prompt(cache, input_ids, generation_config, model_kwargs)
+        return type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _check_prompt(
+        self, cache: GroupedCache, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> None:
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
+            row = int((mask[:, -1] == 0).nonzero()[0])
+            raise UnsupportedCallError(
+                f"attention_mask: row {row} ends in padding, so generate would read its first token at a pad; pad on "
+                "the left (tokenizer.padding_side = 'left')"
+            )
+        embeds = model_kwargs.get("inputs_embeds")
+        prompt_len = input_ids.shape[1] if embeds is None else embeds.shape[1]
+        seen = cache.padded_length
+        if seen:
+            self._check_reused(cache, input_ids, seen)
+        elif self.context.config.memory is not None:
+            self.context.manager.check_fits(
+                input_ids.shape[0], prompt_len, generation_config.max_length, generation_config.prefill_chunk_size
+            )
+
+    def _check_reused(self, cache: GroupedCache, input_ids: torch.Tensor, seen: int) -> None:
+        if input_ids.shape[1] <= seen:
+            raise UnsupportedCallError(
+                f"cache: holds {seen} tokens a row and the prompt has {input_ids.shape[1]}; pass the whole conversation, "
+                "what the cache holds and at least one token more"
+            )
+        known = cache.token_ids
+        if known is not None:
+            differs = (known.to(input_ids.device) != input_ids[:, :seen]).nonzero()
+            if len(differs):
+                row, column = differs[0].tolist()
+                raise UnsupportedCallError(
+                    f"cache: was filled with another prompt: row {row} differs at token {column}; pass the prompt that "
+                    "it was filled with, or leave `cache` out"
+                )
+
+
+def _check_config(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
+    """Hold a config that was handed in against what the layers really store."""
+    for group in config.groups:
+        for index in group.layers:
+            if index >= len(facts):
+                raise SpecError(f"group {group.name!r}: layer {index}; the model has cache layers 0 to {len(facts) - 1}")
+    for layer in facts:
+        for needed in layer_specs(layer):
+            is_state = isinstance(needed, MambaSpec)
+            group = next((g for g in config.groups if layer.index in g.layers and g.is_state == is_state), None)
+            if group is None:
+                raise SpecError(
+                    f"groups: layer {layer.index} ({layer.owner}) stores {needed.kind} and is in no such group; add it"
+                )
+            if _essence(group) != _essence_of(needed):
+                raise SpecError(
+                    f"group {group.name!r}: layer {layer.index} ({layer.owner}) stores {_essence_of(needed)}, "
+                    f"the config says {_essence(group)}"
+                )
+        kinds = {isinstance(needed, MambaSpec) for needed in layer_specs(layer)}
+        for group in config.groups:
+            if layer.index in group.layers and group.is_state not in kinds:
+                raise SpecError(f"group {group.name!r}: layer {layer.index} ({layer.owner}) stores no {group.spec.kind}")
+
+
+def _check_modes(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
+    for group in config.groups:
+        for index in group.layers:
+            if group.slot_mapping == "ring" and facts[index].reads_gathered:
+                raise SpecError(
+                    f"group {group.name!r}: layer {index} ({facts[index].owner}) reads whole sequences back, which a "
+                    "ring does not keep; use slot_mapping 'paged'"
+                )
+
+
+def _essence(group: GroupConfig) -> dict[str, Any]:
+    return _essence_of(group.spec)
+
+
+def _essence_of(spec: Any) -> dict[str, Any]:
+    """What must agree between config and model: all but the snapshot grid and the precision of states."""
+    if isinstance(spec, MambaSpec):
+        return {state.name: state.shape for state in spec.states}
+    return {**spec.model_dump(), "head_dim_v": spec.value_dim}

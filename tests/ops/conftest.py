@@ -1,0 +1,42 @@
+"""Memory as the kernels meet it: views inside a larger tensor, NaN in everything that nobody owns."""
+
+import pytest
+import torch
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _nan_arena(num_blocks, *block_shape, dtype=torch.float32):
+    """A NaN-filled tensor and, inside it, a view (num_blocks, *block_shape) that is strided over blocks.
+
+    The margins around each block are the neighbours of a real arena: a kernel that flattens the view over blocks or
+    forgets the block stride reads or spoils them.
+    """
+    size = torch.Size(block_shape).numel()
+    arena = torch.full((num_blocks, size + 7), float("nan"), dtype=dtype)
+    view = arena[:, 3 : 3 + size].unflatten(1, block_shape)
+    assert num_blocks < 2 or not view.is_contiguous()
+    return arena, view
+
+
+@pytest.fixture
+def nan_arena():
+    return _nan_arena
+
+
+@pytest.fixture
+def assert_same_bits():
+    """Compare two tensors bit for bit, so that NaN equals the same NaN."""
+
+    def check(got, expected):
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        bits = BITS[got.element_size()]
+        assert torch.equal(got.contiguous().view(bits), expected.contiguous().view(bits))
+
+    return check
+
+
+@pytest.fixture(params=["reference", "torch"])
+def backend(request):
+    """Every form of an operation keeps the same promise."""
+    return request.param

@@ -1,0 +1,63 @@
+"""Every operation's folder has the same files, and every form of it the same signature."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from kvgroups import ops
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted(
+    path for path in (ROOT / "kernels").iterdir() if path.is_dir() and path.name != "__pycache__"
+)
+
+
+def signatures(path):
+    """Public functions of a file: name -> [(kind, argument, default)]."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = node.args
+            positional = [("positional", argument.arg, None) for argument in arguments.args]
+            assert not arguments.defaults and not arguments.posonlyargs, "operands have no defaults"
+            keywords = [
+                ("keyword", argument.arg, default and ast.unparse(default))
+                for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            ]
+            found[node.name] = positional + keywords
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_folder_has_its_files(folder):
+    assert {"__init__.py", "reference.py", "torch_impl.py", "README.md"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert not [
+        node for node in ast.walk(ast.parse((folder / "__init__.py").read_text())) if _is_import(node)
+    ]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_reference_torch_form_and_ops_have_one_signature(folder):
+    reference = signatures(folder / "reference.py")
+    assert reference and signatures(folder / "torch_impl.py") == reference
+    public = signatures(Path(ops.__file__))
+    for name, arguments in reference.items():
+        assert public[name] == [*arguments, ("keyword", "backend", "'auto'")]
+
+
+def test_every_operation_is_dispatched_and_public():
+    operations = {name for folder in FOLDERS for name in signatures(folder / "reference.py")}
+    assert operations == set(ops._FORMS)
+    assert {*operations, "use_backend"} == set(ops.__all__)
+
+
+def test_kernels_folder_is_no_package():
+    """With an `__init__.py` there, transformers would import it as Hugging Face's package of that name."""
+    assert not list((ROOT / "kernels").glob("*.py"))
+
+
+def _is_import(node):
+    return isinstance(node, ast.Import | ast.ImportFrom)

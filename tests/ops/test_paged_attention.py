@@ -1,0 +1,617 @@
+"""Attention over blocks, held against plain softmax attention over each request's whole sequence.
+
+Every case runs through the reference and the torch form, in both layouts and three dtypes. Blocks are a random
+permutation inside a strided, NaN-filled arena; only what a later query can see is ever written.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgroups import ops
+from kvgroups.errors import ShapeError
+from kvgroups.kernels.paged_attention import reference, torch_impl
+
+NAN = float("nan")
+
+TOLERANCE = 4
+"""How many times the reference's own error in a dtype (at least one unit in the last place of the largest output) a
+form may be off. The reference rounds once, at the end; a fused kernel also rounds its weights to the dtype."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch. A request is (tokens of history, queries[, step keys])."""
+
+    name: str
+    requests: tuple[tuple[int, ...], ...]
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (8, 8)
+    block_size: int = 4
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    ring_blocks: int = 0
+    num_padded_tokens: int = 0
+
+    def first_visible(self, position):
+        """The lowest position that the query at `position` sees, by counting down to it."""
+        first = position
+        while first > 0 and self.sees(position, first - 1):
+            first -= 1
+        return first
+
+    def sees(self, query_position, key_position):
+        in_window = self.window is None or query_position - key_position < self.window
+        in_chunk = self.chunk is None or key_position // self.chunk == query_position // self.chunk
+        return key_position <= query_position and in_window and in_chunk
+
+
+MIXED = ((0, 11), (13, 5), (9, 1), (0, 1), (22, 1))
+
+CASES = [
+    Case("prefill of ragged rows", ((0, 7), (0, 1), (0, 12))),
+    Case("prefill of rows of one length", ((0, 6), (0, 6), (0, 6))),
+    Case("long prefill, more queries than are packed", ((0, 40),)),
+    Case("chunk on a history", ((9, 6),)),
+    Case("decode of ragged rows", ((3, 1), (17, 1), (1, 1), (30, 1))),
+    Case("decode of one row", ((10, 1),)),
+    Case("decode of rows of one length", ((7, 1), (7, 1), (7, 1))),
+    Case("prefill, chunk and decode in one batch", MIXED),
+    Case("sequence ends on a block edge", ((8, 1), (7, 1), (4, 4), (8, 8), (0, 8))),
+    Case("step keys begin a new block", ((8, 3), (16, 1))),
+    Case("fewer queries than keys", ((5, 2, 6), (0, 1, 9), (8, 1, 4))),
+    Case("queries on keys already stored", ((9, 3, 0), (6, 1, 0), (4, 2, 1)), window=6),
+    Case("more queries than keys exist", ((0, 2, 0), (1, 4, 1), (0, 5, 3)), has_sinks=True),
+    Case("empty rows between full ones", ((0, 0), (5, 3), (12, 0), (4, 1), (0, 0))),
+    Case("padded tokens behind the last row", ((5, 3), (4, 1)), num_padded_tokens=3),
+    Case("window of one token", MIXED, window=1),
+    Case("window not a multiple of the block", MIXED, window=6),
+    Case("window as wide as a block", MIXED, window=4),
+    Case("window ends on a block edge", ((12, 1), (11, 1), (8, 5), (0, 20)), window=8),
+    Case("page larger than the window", MIXED, window=3, block_size=16),
+    Case("chunk of tokens longer than the window", ((20, 15), (0, 30)), window=5),
+    Case("window longer than every sequence", MIXED, window=100),
+    Case("chunked attention", MIXED, chunk=5),
+    Case("attention chunk begins with this query", ((10, 1), (10, 6), (0, 11)), chunk=5),
+    Case("attention chunk of one token", MIXED, chunk=1),
+    Case("window inside an attention chunk", MIXED, window=4, chunk=7),
+    Case("softcap", MIXED, softcap=1.5),
+    Case("softcap in a window", MIXED, softcap=1.5, window=6),
+    Case("sinks", MIXED, has_sinks=True),
+    Case("sinks in a window, as gpt-oss", MIXED, has_sinks=True, window=6),
+    Case("sinks and softcap in an attention chunk", MIXED, has_sinks=True, softcap=2.0, chunk=5),
+    Case("ring of exactly the window", MIXED, window=8, ring_blocks=2),
+    Case("ring with slack, many times around", ((60, 1), (61, 1), (62, 5), (63, 9)), window=6, ring_blocks=3),
+    Case("ring of one block", ((7, 1), (8, 1), (9, 3)), window=5, ring_blocks=1),
+    Case("ring around an attention chunk", MIXED, chunk=8, ring_blocks=2),
+    Case("MQA", MIXED, heads=(4, 1), window=6),
+    Case("MHA", MIXED, heads=(3, 3)),
+    Case("many queries per KV head", MIXED, heads=(14, 2)),
+    Case("head_dim 80", MIXED, dims=(80, 80)),
+    Case("head_dim not a power of two", MIXED, dims=(5, 5), window=6),
+    Case("V narrower than K", MIXED, dims=(12, 8)),
+    Case("V wider than K, with sinks", MIXED, dims=(8, 12), has_sinks=True),
+    Case("V wider than K in a window", MIXED, dims=(6, 12), window=5),
+    Case("blocks of one token", MIXED, block_size=1, window=6),
+    Case("blocks of three tokens", MIXED, block_size=3, softcap=3.0),
+    Case("blocks of 16 tokens", MIXED, block_size=16),
+    Case("blocks of 48 tokens", ((50, 1), (47, 2), (0, 49)), block_size=48, window=40),
+    Case("no requests", ()),
+    Case("only empty rows", ((0, 0), (5, 0))),
+]
+NAMED = {case.name: case for case in CASES}
+LAYOUTS = ["NHD", "HND"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call, and each request's whole sequence for the oracle."""
+
+    operands: tuple[torch.Tensor, ...]
+    options: dict
+    sequences: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def build(case, layout, dtype, nan_arena, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    (num_heads, num_kv_heads), (dim, dim_v) = case.heads, case.dims
+    requests = [(computed, queries, *keys) if keys else (computed, queries, queries)
+                for computed, queries, *keys in case.requests]  # fmt: skip
+    width = (
+        case.ring_blocks or max((computed for computed, _, _ in requests), default=0) // case.block_size + 1
+    )
+    num_blocks = len(requests) * width + 3
+    inner = (case.block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, case.block_size)
+    _, key_cache = nan_arena(num_blocks, *inner, dim, dtype=dtype)
+    _, value_cache = nan_arena(num_blocks, *inner, dim_v, dtype=dtype)
+    shuffled = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    table = torch.zeros(len(requests), width, dtype=torch.int32)
+
+    sequences = []
+    for row, (computed, queries, keys) in enumerate(requests):
+        sequence = randn(computed + keys, num_kv_heads, dim), randn(computed + keys, num_kv_heads, dim_v)
+        sequences.append(sequence)
+        # The pool keeps what a query of this step can see; blocks wholly before that are null.
+        for position in range(case.first_visible(max(computed + keys - queries, 0)), computed):
+            logical_block, offset = divmod(position, case.block_size)
+            column = logical_block % case.ring_blocks if case.ring_blocks else logical_block
+            if table[row, column] == 0:
+                table[row, column] = shuffled.pop()
+            block = int(table[row, column])
+            where = (block, offset) if layout == "NHD" else (block, slice(None), offset)
+            assert key_cache[where].isnan().all(), "the ring of this case is too small for its window"
+            key_cache[where], value_cache[where] = sequence[0][position], sequence[1][position]
+
+    def starts(lengths):
+        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+    step = [
+        torch.cat([sequence[part][computed:] for sequence, (computed, _, _) in zip(sequences, requests, strict=True)]
+                  + [torch.full((case.num_padded_tokens, num_kv_heads, case.dims[part]), NAN, dtype=dtype)])
+        for part in (0, 1)
+    ]  # fmt: skip
+    query = randn(sum(queries for _, queries, _ in requests) + case.num_padded_tokens, num_heads, dim)
+    options = {
+        "query_start_loc": starts([queries for _, queries, _ in requests]),
+        "num_computed_tokens": torch.tensor([computed for computed, _, _ in requests], dtype=torch.int32),
+        "kv_start_loc": starts([keys for _, _, keys in requests]),
+        "scale": dim**-0.5,
+        "window": case.window,
+        "chunk": case.chunk,
+        "softcap": case.softcap,
+        "sinks": randn(num_heads) if case.has_sinks else None,
+        "layout": layout,
+        "ring_blocks": case.ring_blocks,
+    }
+    if all(queries == keys for _, queries, keys in requests):
+        options["kv_start_loc"] = None
+    return Batch((query, *step, key_cache, value_cache, table), options, tuple(sequences))
+
+
+def oracle(case, batch):
+    """Plain softmax attention in fp64 over each request's whole sequence, with a mask of what each query sees."""
+    query, options = batch.operands[0].double(), batch.options
+    output = query.new_zeros(*query.shape[:2], case.dims[1])
+    starts = options["query_start_loc"].tolist()
+    for row, (keys, values) in enumerate(batch.sequences):
+        tokens = slice(starts[row], starts[row + 1])
+        first_query = len(keys) - (tokens.stop - tokens.start)
+        mask = torch.tensor(
+            [[case.sees(q, k) for k in range(len(keys))] for q in range(first_query, len(keys))],
+            dtype=torch.bool,
+        ).view(-1, len(keys))
+        for head in range(query.shape[1]):
+            kv_head = head * case.heads[1] // case.heads[0]
+            scores = query[tokens, head] @ keys[:, kv_head].double().T * options["scale"]
+            if case.softcap is not None:
+                scores = (scores / case.softcap).tanh() * case.softcap
+            weights = scores.exp() * mask
+            sink = options["sinks"][head].double().exp() if case.has_sinks else 0
+            total = weights.sum(dim=1, keepdim=True) + sink
+            output[tokens, head] = weights @ values[:, kv_head].double() / total.where(total > 0, 1.0)
+    return output
+
+
+def attend(batch, backend):
+    return ops.paged_attention(*batch.operands, **batch.options, backend=backend)
+
+
+def assert_close(got, reference_output, truth):
+    """`got` is off from the truth by a few times what the reference is off in this dtype."""
+    assert got.shape == truth.shape and got.dtype == reference_output.dtype
+    assert got.isfinite().all()
+    if not truth.numel():
+        return
+    unit = torch.finfo(got.dtype).eps * truth.abs().max()
+    own_error = max((reference_output - truth).abs().max(), unit)
+    error = (got - truth).abs().max()
+    assert error <= TOLERANCE * own_error, f"off by {error:.2g}, the reference by {own_error:.2g}"
+
+
+@pytest.fixture
+def prepared(nan_arena):
+    """`prepared(case, layout, dtype)` -> the batch, the reference's output and the oracle's."""
+
+    def prepare(case, layout="HND", dtype=torch.float32):
+        batch = build(case, layout, dtype, nan_arena)
+        return batch, attend(batch, "reference"), oracle(case, batch)
+
+    return prepare
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reference_equals_the_oracle(case, layout, prepared):
+    _, output, truth = prepared(case, layout)
+    assert output.shape == truth.shape and output.dtype == torch.float32
+    torch.testing.assert_close(output.double(), truth, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_torch_form_is_as_good_as_the_reference(case, layout, dtype, prepared, assert_same_bits):
+    batch, reference_output, truth = prepared(case, layout, dtype)
+    before = [tensor.clone() for tensor in batch.operands]
+    assert_close(attend(batch, "torch"), reference_output, truth)
+    for tensor, copy in zip(batch.operands, before, strict=True):
+        assert_same_bits(tensor, copy)  # attention reads only
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"MAX_TILE": 3}, {"MAX_PACKED_QUERIES": 1}, {"MAX_PACKED_QUERIES": 1, "MAX_MASK_ELEMENTS": 1}],
+    ids=["tiles of three queries", "no packing", "tiles of one query"],
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tiles_and_packing_change_nothing(case, limits, prepared, monkeypatch):
+    """The cases are small: shrink the limits so that they meet tile edges wherever these fall."""
+    for name, limit in limits.items():
+        monkeypatch.setattr(torch_impl, name, limit)
+    batch, reference_output, truth = prepared(case)
+    assert_close(attend(batch, "torch"), reference_output, truth)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 20), st.integers(0, 20)), max_size=4),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    window=st.none() | st.integers(1, 30),
+    chunk=st.none() | st.integers(1, 30),
+    has_sinks=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_any_batch(requests, block_size, window, chunk, has_sinks, layout):
+    """Batches nobody thought of: the torch form finds its way through its kinds, tiles and slices."""
+    case = Case(
+        "drawn", tuple(requests), block_size=block_size, window=window, chunk=chunk, has_sinks=has_sinks
+    )
+    batch = build(case, layout, torch.float32, _plain_nan_cache)
+    assert_close(attend(batch, "torch"), attend(batch, "reference"), oracle(case, batch))
+
+
+def _plain_nan_cache(*shape, dtype):
+    """Hypothesis and function-scoped fixtures do not mix; the strided arena is every other test's."""
+    return None, torch.full(shape, NAN, dtype=dtype)
+
+
+# The table has teeth.
+
+
+def _with_options(**changes):
+    def mutant(*operands, **options):
+        changed = {name: change(options[name]) for name, change in changes.items()}
+        return reference.paged_attention(*operands, **{**options, **changed})
+
+    return mutant
+
+
+def _interleaved_heads(query, *operands, **options):
+    """Query head h on KV head `h % num_kv_heads`."""
+    num_kv_heads = operands[0].shape[1]
+    order = torch.arange(query.shape[1]).view(-1, num_kv_heads).T.flatten()
+    options["sinks"] = None if options["sinks"] is None else options["sinks"][order]
+    return reference.paged_attention(query[:, order], *operands, **options)[:, order.argsort()]
+
+
+def _scores_masked_but_not_values(*operands, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch_impl, "_blank", lambda keys, values, where: keys.masked_fill_(where[:, None, :, None], 0)
+        )
+        return torch_impl.paged_attention(*operands, **options)
+
+
+def _neighbour_s_pages(query, key, value, key_cache, value_cache, table, **options):
+    return reference.paged_attention(query, key, value, key_cache, value_cache, table.roll(1, 0), **options)
+
+
+def _left_aligned_queries(query, key, value, *pages, **options):
+    """The first query on the first step key, as if the last keys were not there."""
+    starts, lengths = options["kv_start_loc"].tolist(), options["query_start_loc"].diff().tolist()
+    kept = [
+        token
+        for start, length in zip(starts, lengths, strict=False)
+        for token in range(start, start + length)
+    ]
+    return reference.paged_attention(
+        query, key[kept], value[kept], *pages, **{**options, "kv_start_loc": None}
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong, name",
+    [
+        (_with_options(window=lambda window: window + 1), "window not a multiple of the block"),
+        (_with_options(window=lambda window: window - 1), "window as wide as a block"),
+        (_with_options(window=lambda _: None), "chunk of tokens longer than the window"),
+        (_with_options(chunk=lambda chunk: chunk + 1), "chunked attention"),
+        (_with_options(softcap=lambda _: None), "softcap"),
+        (_with_options(sinks=lambda _: None), "sinks"),
+        (_with_options(scale=lambda scale: scale * 1.01), "prefill of ragged rows"),
+        (
+            _with_options(num_computed_tokens=lambda computed: (computed - 1).clamp(min=0)),
+            "decode of ragged rows",
+        ),
+        (_with_options(ring_blocks=lambda ring: ring - 1), "ring with slack, many times around"),
+        (_interleaved_heads, "prefill of ragged rows"),
+        (_scores_masked_but_not_values, "decode of ragged rows"),
+        (_neighbour_s_pages, "decode of ragged rows"),
+        (_left_aligned_queries, "fewer queries than keys"),
+    ],
+    ids=[
+        "window one too wide",
+        "window one too narrow",
+        "window forgotten",
+        "attention chunk one too long",
+        "softcap forgotten",
+        "sinks forgotten",
+        "scale off by one percent",
+        "history one too short",
+        "ring one block short",
+        "query heads interleaved",
+        "values not masked",
+        "another request's pages",
+        "queries left-aligned",
+    ],
+)
+def test_a_wrong_form_fails(wrong, name, prepared, monkeypatch):
+    batch, reference_output, truth = prepared(NAMED[name])
+    monkeypatch.setitem(ops._FORMS["paged_attention"], "torch", ops._Form(wrong))
+    with pytest.raises(AssertionError):
+        assert_close(attend(batch, "torch"), reference_output, truth)
+
+
+# Rules that are read off directly.
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 6, 13])
+@pytest.mark.parametrize("way", ["prefill", "chunk", "decode"])
+def test_window_of_four_sees_itself_and_three_more(length, way, backend):
+    """Values are one-hot positions and scores are equal, so the output names the positions that were seen."""
+    computed = {"prefill": 0, "chunk": length - 2, "decode": length - 1}[way]
+    one_hot = torch.eye(length)[:, None]
+    cache = torch.full((6, 1, 3, length), NAN)
+    table = torch.tensor([[5, 1, 4, 2, 3]], dtype=torch.int32)
+    for position in range(computed):
+        cache[table[0, position // 3], 0, position % 3] = one_hot[position]
+    step = one_hot[computed:]
+    output = ops.paged_attention(
+        torch.zeros_like(step),
+        torch.zeros_like(step),
+        step,
+        torch.where(cache.isnan(), NAN, 0.0),
+        cache,
+        table,
+        query_start_loc=torch.tensor([0, length - computed]),
+        num_computed_tokens=torch.tensor([computed]),
+        scale=1.0,
+        window=4,
+        backend=backend,
+    )
+    seen = output[-1, 0].nonzero().flatten().tolist()
+    assert seen == list(range(max(0, length - 4), length))
+    assert output[-1, 0].sum() == 1
+
+
+@pytest.mark.parametrize("case", [NAMED["prefill of ragged rows"], NAMED["sinks in a window, as gpt-oss"]],
+                         ids=lambda case: case.name)  # fmt: skip
+def test_no_caches_where_nothing_is_computed(case, prepared, backend):
+    case = replace(case, requests=((0, 7), (0, 1), (0, 12)))
+    batch, reference_output, truth = prepared(case)
+    output = ops.paged_attention(*batch.operands[:3], None, None, None, **batch.options, backend=backend)
+    assert_close(output, reference_output, truth)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("queries, keys", [(1, 0), (3, 0), (20, 0), (3, 1)])
+def test_query_without_a_visible_key_yields_zero(queries, keys, has_sinks, softcap, backend):
+    """All of its history is behind null blocks: 0, not NaN, and not the mean of what is masked."""
+    cache = torch.full((3, 2, 4, 8), NAN)
+    query, step = torch.ones(queries, 4, 8), torch.ones(keys, 2, 8)
+    output = ops.paged_attention(
+        query,
+        step,
+        step,
+        cache,
+        cache,
+        torch.zeros(1, 8, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, queries]),
+        num_computed_tokens=torch.tensor([24]),
+        kv_start_loc=torch.tensor([0, keys]),
+        scale=1.0,
+        softcap=softcap,
+        sinks=torch.zeros(4) if has_sinks else None,
+        backend=backend,
+    )
+    assert (output[: queries - keys] == 0).all()
+    assert (output[queries - keys :] != 0).all()
+
+
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_null_block_in_sight_is_no_key(queries, has_sinks, prepared, backend):
+    """A null block among visible ones (never left so by a pool) is passed over, whatever its bytes."""
+    case = Case("one block lost", ((14, queries), (9, queries)), has_sinks=has_sinks)
+    batch, *_ = prepared(case)
+    batch.operands[5][:, 1] = 0
+    lost = [
+        tuple(part[[p for p in range(len(part)) if p // 4 != 1]] for part in pair) for pair in batch.sequences
+    ]
+    shorter = replace(batch, sequences=tuple(lost))
+    # No window or chunk in this case: without the lost keys the queries still see all that came before.
+    assert_close(attend(batch, backend), attend(batch, "reference"), oracle(case, shorter))
+
+
+@cache
+def _sequence(length, num_kv_heads=2, num_heads=4, dim=8):
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(length, num_heads, dim, generator=generator)
+    key, value = torch.randn(2, length, num_kv_heads, dim, generator=generator)
+    return query, key, value
+
+
+def _generate_in_chunks(lengths, case, nan_arena, backend):
+    """One request, step by step: attend, write, then free and poison what no later query can see."""
+    query, key, value = _sequence(sum(lengths))
+    block_size, ring = case.block_size, case.ring_blocks
+    width = ring or -(-len(query) // block_size)
+    _, key_cache = nan_arena(width + 1, 2, block_size, 8)
+    _, value_cache = nan_arena(width + 1, 2, block_size, 8)
+    table = (torch.randperm(width, generator=torch.Generator().manual_seed(1)) + 1).to(torch.int32)[None]
+    outputs, computed = [], 0
+    for length in lengths:
+        step = slice(computed, computed + length)
+        starts = torch.tensor([0, length], dtype=torch.int32)
+        outputs.append(
+            ops.paged_attention(
+                query[step],
+                key[step],
+                value[step],
+                key_cache,
+                value_cache,
+                table,
+                query_start_loc=starts,
+                num_computed_tokens=torch.tensor([computed], dtype=torch.int32),
+                scale=8**-0.5,
+                window=case.window,
+                chunk=case.chunk,
+                ring_blocks=ring,
+                backend=backend,
+            )
+        )
+        slots = ops.slot_mapping(
+            [table],
+            torch.tensor([0]),
+            starts,
+            torch.arange(step.start, step.stop),
+            torch.tensor([step.stop]),
+            block_sizes=[block_size],
+            modes=["ring" if ring else "paged"],
+            ring_blocks=[ring],
+            backend=backend,
+        )[0]
+        ops.write_kv(key[step], value[step], key_cache, value_cache, slots, layout="HND", backend=backend)
+        computed = step.stop
+        if not ring:
+            for block in range(case.first_visible(computed) // block_size):
+                key_cache[table[0, block]] = value_cache[table[0, block]] = NAN
+                table[0, block] = 0
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("size", range(1, 31))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("full", ()),
+        Case("window", (), window=8),
+        Case("window, blocks of three", (), window=8, block_size=3),
+        Case("ring", (), window=8, ring_blocks=2),
+        Case("attention chunks", (), chunk=8),
+    ],
+    ids=lambda case: case.name,
+)
+def test_prompt_in_chunks_then_decode_equals_one_shot(size, case, nan_arena):
+    """A prompt of 30 tokens in chunks of 1 to 30, then 12 decode steps: the split of the work is not visible."""
+    lengths = [*[size] * (30 // size), *[30 % size] * (30 % size > 0), *[1] * 12]
+    query, key, value = _sequence(42)
+    whole = replace(case, requests=((0, 42),))
+    truth = oracle(whole, Batch((query,), _OPTIONS, ((key, value),)))
+    output = _generate_in_chunks(lengths, case, nan_arena, "torch")
+    torch.testing.assert_close(output.double(), truth, atol=2e-6, rtol=0)
+
+
+_OPTIONS = {"query_start_loc": torch.tensor([0, 42]), "scale": 8**-0.5, "sinks": None}
+
+
+def test_reference_in_chunks_equals_one_shot(nan_arena):
+    case = Case("ring", ((0, 42),), window=8, ring_blocks=2)
+    query, key, value = _sequence(42)
+    truth = oracle(case, Batch((query,), _OPTIONS, ((key, value),)))
+    output = _generate_in_chunks([13, 9, 1, 1, 8, 10], case, nan_arena, "reference")
+    torch.testing.assert_close(output.double(), truth, atol=2e-6, rtol=0)
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch(prepared, nan_arena):
+    """Identical requests give one distinct answer, whoever else is in the batch."""
+    batch, output, _ = prepared(Case("four of a kind", ((9, 1),) * 4 + ((30, 1), (0, 12))))
+    query, key, value, key_cache, value_cache, table = batch.operands
+    query[1:4], key[1:4], value[1:4], table[1:4] = query[:1], key[:1], value[:1], table[:1]
+    output = attend(batch, "torch")
+    assert len(output[:4].unique(dim=0)) == 1
+    alone = ops.paged_attention(
+        query[:1],
+        key[:1],
+        value[:1],
+        key_cache,
+        value_cache,
+        table[:1],
+        query_start_loc=torch.tensor([0, 1]),
+        num_computed_tokens=torch.tensor([9]),
+        scale=8**-0.5,
+        backend="torch",
+    )
+    torch.testing.assert_close(output[:1], alone, atol=1e-6, rtol=0)
+
+
+# Bad calls.
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"query": torch.zeros(1, 3, 8)}, "query: expected a multiple of the 2 KV heads of key, got 3 heads"),
+        (
+            {"query": torch.zeros(1, 4, 6)},
+            "key: expected (*, *, 6) float32 on cpu, got (1, 2, 8) float32 on cpu",
+        ),
+        ({"query": torch.zeros(2, 4, 8)}, "Pass kv_start_loc where they differ"),
+        ({"value": torch.zeros(2, 2, 8)}, "value: expected (1, 2, *) float32"),
+        ({"key": torch.zeros(1, 2, 8, dtype=torch.float16)}, "key: expected (*, *, 8) float32"),
+        (
+            {"block_table": torch.ones(1, 2)},
+            "block_table: expected (1, >=1) int32 on cpu, got (1, 2) float32",
+        ),
+        ({"ring_blocks": 3}, "block_table: expected (1, >=3) int32"),
+        ({"value_cache": None}, "got None for value_cache only"),
+        (
+            {"key_cache": None, "value_cache": None, "block_table": None},
+            "got a request with history of 3 tokens",
+        ),
+        ({"query_start_loc": torch.tensor([0])}, "query_start_loc: expected (2,) int32 or int64"),
+        ({"sinks": torch.zeros(2)}, "sinks: expected (4,) floating"),
+        ({"window": 0}, "window: expected more than 0, or None for no window, got 0"),
+        ({"layout": "NHD"}, "key: expected (*, 4, 8) float32 on cpu, got (1, 2, 8) float32"),
+        ({"ring_blocks": -1}, "ring_blocks: expected 1 or more, or 0 for a plain table, got -1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_call_is_refused_in_a_sentence(change, words):
+    arguments = {
+        "query": torch.zeros(1, 4, 8),
+        "key": torch.zeros(1, 2, 8),
+        "value": torch.zeros(1, 2, 8),
+        "key_cache": torch.zeros(3, 2, 4, 8),
+        "value_cache": torch.zeros(3, 2, 4, 8),
+        "block_table": torch.ones(1, 2, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 1]),
+        "num_computed_tokens": torch.tensor([3]),
+        "scale": 1.0,
+    }
+    ops.paged_attention(**arguments)
+    with pytest.raises(ShapeError) as refusal:
+        ops.paged_attention(**{**arguments, **change})
+    assert words in str(refusal.value)

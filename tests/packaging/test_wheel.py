@@ -1,0 +1,207 @@
+"""What a wheel carries, and that every way to install and to run finds one `kvgroups`, and all of it."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WHERE = """
+import importlib, json, sys
+print(json.dumps({name: importlib.import_module(name).__file__ for name in sys.argv[1:]}))
+"""
+"""Imports the packages that it is given and prints the file of each."""
+
+STAND_IN_KERNELS = """
+__version__ = "0.18.5"  # in the range that transformers imports
+
+class Made:
+    "What a call made: a value, or a decorator that leaves what it decorates as it is."
+    def __call__(self, decorated): return decorated
+    def __or__(self, other): return self
+
+class Name(Made):
+    "Every name of the package: a class, a decorator factory or an enum."
+    def __getattr__(self, name): return Made()
+    def __call__(self, *args, **kwargs): return Made()
+
+def __getattr__(name): return Name()
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(root: Path) -> list[str]:
+    return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+
+
+@pytest.fixture(scope="module")
+def checkout(copy_checkout: Callable[[], Path]) -> Path:
+    """A checkout to run from, with a test that says where pytest finds kvgroups."""
+    folder = copy_checkout()
+    (folder / "tests" / "test_where.py").write_text(
+        "import importlib, pathlib, tomllib\n"
+        "ROOT = pathlib.Path(__file__).parents[1]\n"
+        "def test_kvgroups_is_the_checkout():\n"
+        "    table = tomllib.loads((ROOT / 'pyproject.toml').read_text())['tool']['setuptools']\n"
+        "    for name in table['packages']:\n"
+        "        assert pathlib.Path(importlib.import_module(name).__file__).is_relative_to(ROOT)\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(scope="module")
+def plain(make_environment: Callable[..., Path], wheel: Path) -> Path:
+    """The python of an environment with the wheel installed."""
+    return make_environment(wheel)
+
+
+@pytest.fixture(scope="module")
+def editable(make_environment: Callable[..., Path], checkout: Path) -> Path:
+    """The python of an environment with the checkout installed editable."""
+    return make_environment("-e", checkout)
+
+
+@pytest.fixture(scope="module")
+def bare(make_environment: Callable[..., Path]) -> Path:
+    """The python of an environment with the dependencies only."""
+    return make_environment()
+
+
+def stand_in(python: Path) -> Path:
+    """Puts a stand-in for Hugging Face's `kernels` distribution into the environment; returns its folder."""
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    metadata = site / "kernels-0.18.5.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.5\n")
+    (site / "kernels").mkdir()
+    (site / "kernels" / "__init__.py").write_text(STAND_IN_KERNELS)
+    return site / "kernels"
+
+
+def assert_found_under(folder: Path, files: str, packages: list[str]) -> None:
+    """`files` is what WHERE printed for all packages."""
+    found = json.loads(files)
+    assert sorted(found) == sorted(packages)
+    assert not {name: file for name, file in found.items() if not Path(file).is_relative_to(folder)}
+
+
+def test_wheel_carries_kvgroups_and_nothing_else(wheel: Path, packages: list[str], root: Path):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"kvgroups", "kvgroups-0.1.0.dist-info"}
+    assert {name for name in names if name.startswith("kvgroups/") and not name.endswith(".py")} == {
+        "kvgroups/py.typed"
+    }
+    tops = ("kvgroups", "specs", "kernels", "model_adapters")
+    sources = [file for top in tops for file in (root / top).rglob("*.py")]
+    assert len([name for name in names if name.endswith(".py")]) == len(sources)
+    assert {f"{package.replace('.', '/')}/__init__.py" for package in packages} <= set(names)
+
+
+@pytest.mark.slow
+def test_sdist_carries_the_tests_and_gives_the_same_wheel(
+    sdist: Path, wheel: Path, build_wheel: Callable[[Path], Path]
+):
+    with tarfile.open(sdist) as archive:
+        carried = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"LICENSE", "Makefile", "constraints.txt", ".ci/run", "tests/packaging/test_wheel.py"}
+    assert needed <= carried
+    again = build_wheel(sdist)
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_plain_install_from_elsewhere(
+    plain: Path, elsewhere: Path, packages: list[str], run: Callable[..., str]
+):
+    files = run(plain, "-c", WHERE, *packages, cwd=elsewhere)
+    assert_found_under(plain.parents[1], files, packages)
+
+
+def test_checkout_wins_over_a_plain_install_beside_it(
+    plain: Path, checkout: Path, packages: list[str], run: Callable[..., str]
+):
+    """`python -c`, like `python -m pytest`, looks in the current folder first: no package may be torn."""
+    files = run(plain, "-c", WHERE, *packages, cwd=checkout)
+    assert_found_under(checkout, files, packages)
+
+
+@pytest.mark.slow
+def test_checkout_with_nothing_installed(
+    bare: Path, checkout: Path, packages: list[str], run: Callable[..., str]
+):
+    files = run(bare, "-c", WHERE, *packages, cwd=checkout)
+    assert_found_under(checkout, files, packages)
+
+
+@pytest.mark.slow
+def test_editable_install_from_elsewhere(
+    editable: Path, checkout: Path, elsewhere: Path, packages: list[str], run: Callable[..., str]
+):
+    files = run(editable, "-c", WHERE, *packages, cwd=elsewhere)
+    assert_found_under(checkout, files, packages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["-P"]], ids=["python -m pytest", "pytest"])
+@pytest.mark.parametrize("installed", ["bare", "plain", "editable"])
+def test_pytest_finds_the_checkout(
+    installed: str,
+    flags: list[str],
+    checkout: Path,
+    request: pytest.FixtureRequest,
+    run: Callable[..., str],
+):
+    """`-P` keeps the current folder off the path, as the `pytest` script does."""
+    python = request.getfixturevalue(installed)
+    run(python, *flags, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_where.py", cwd=checkout)
+
+
+@pytest.mark.slow
+def test_command_line_is_installed(plain: Path, elsewhere: Path, run: Callable[..., str]):
+    assert "--json" in run(plain.with_name("kvgroups"), "parity", "--help", cwd=elsewhere)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cwd", ["elsewhere", "checkout"])
+def test_kernels_of_hugging_face_stay_apart_from_ours(
+    cwd: str,
+    make_environment: Callable[..., Path],
+    wheel: Path,
+    request: pytest.FixtureRequest,
+    run: Callable[..., str],
+):
+    """transformers imports the `kernels` distribution, and our folder `kernels/` does not take its place."""
+    python = make_environment(wheel)
+    theirs = stand_in(python)
+    files = run(
+        python,
+        "-c",
+        "import transformers.models.gemma3.modeling_gemma3\n" + WHERE,
+        "kernels",
+        "kvgroups.kernels.paged_attention",
+        cwd=request.getfixturevalue(cwd),
+    )
+    found = json.loads(files)
+    assert Path(found["kernels"]) == theirs / "__init__.py"
+    assert not Path(found["kvgroups.kernels.paged_attention"]).is_relative_to(theirs)
+
+
+@pytest.mark.slow
+def test_transformers_imports_beside_our_folder_of_that_name(
+    bare: Path, checkout: Path, run: Callable[..., str]
+):
+    """With no `kernels` distribution, a bare folder of that name on the path reads as absent."""
+    check = (
+        "import transformers.models.gemma3.modeling_gemma3, kvgroups.kernels.paged_attention\n"
+        "from transformers.utils import is_kernels_available; assert not is_kernels_available()"
+    )
+    run(bare, "-c", check, cwd=checkout)
