@@ -28,7 +28,16 @@ _HOMES = {
 }
 """Public names and where they live: importing kvgroups imports neither torch nor transformers."""
 
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = [
+    "GroupedCache",
+    "KVGroupsConfig",
+    "__version__",
+    "check_parity",
+    "infer_config",
+    "is_patched",
+    "patch",
+    "unpatch",
+]
 
 if TYPE_CHECKING:
     from kvgroups.cache import GroupedCache

@@ -25,7 +25,9 @@ class Pass:
     """(num_columns,), int64: the columns that are fed, the same for each row; None for all, padding included."""
 
 
-def plan_passes(is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool, one_token: bool) -> list[Pass]:
+def plan_passes(
+    is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool, one_token: bool
+) -> list[Pass]:
     """Put rows into passes.
 
     Args:
@@ -91,7 +93,12 @@ def slice_inputs(inputs: Mapping[str, Any], each: Pass, batch_size: int, num_col
 
 
 def _cut(
-    name: str, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, batch_size: int, num_columns: int
+    name: str,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    batch_size: int,
+    num_columns: int,
 ) -> torch.Tensor:
     rows, columns = rows.to(value.device), columns.to(value.device)
     row_dim = value.ndim - 2 if name != "inputs_embeds" else 0  # position_ids may be (3, batch, tokens)
@@ -101,7 +108,11 @@ def _cut(
 
 
 def merge_outputs(
-    outputs: Sequence[Any], passes: Sequence[Pass], inputs: Mapping[str, Any], batch_size: int, num_columns: int
+    outputs: Sequence[Any],
+    passes: Sequence[Pass],
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    num_columns: int,
 ) -> Any:
     """One output for the padded batch; columns that no pass fed hold zeros.
 
@@ -132,7 +143,9 @@ def merge_outputs(
         elif name in ("cache", "past_key_values", "cache_params"):
             merged[name] = first
         elif name == "last_hidden_state":
-            merged[name] = _scatter([output[name] for output in outputs], passes, batch_size, np.arange(num_columns))
+            merged[name] = _scatter(
+                [output[name] for output in outputs], passes, batch_size, np.arange(num_columns)
+            )
         else:
             raise UnsupportedCallError(
                 f"{name}: a batch whose rows go through the model on their own cannot return this output; do not ask for it"
@@ -160,7 +173,9 @@ def _kept_columns(logits_to_keep: int | torch.Tensor, num_columns: int) -> np.nd
     return columns[-logits_to_keep:] if logits_to_keep else columns
 
 
-def _kept_in_pass(logits_to_keep: int | torch.Tensor, fed: np.ndarray, num_columns: int) -> int | torch.Tensor:
+def _kept_in_pass(
+    logits_to_keep: int | torch.Tensor, fed: np.ndarray, num_columns: int
+) -> int | torch.Tensor:
     """Which of a pass's own positions the caller wants logits of; one that is thrown away if none."""
     wanted = np.flatnonzero(np.isin(fed, _kept_columns(logits_to_keep, num_columns)))
     if len(wanted) == 0:

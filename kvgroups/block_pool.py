@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -97,10 +98,16 @@ class BlockPool:
         Null entries, as window tables hold them, are passed over.
 
         Raises:
-            KVGroupsError: if a block has no owner; nothing is freed.
+            KVGroupsError: if a block has fewer owners than it is named times; nothing is freed.
         """
         owned = [int(block_id) for block_id in block_ids if block_id != NULL_BLOCK_ID]
         self._check_owned(owned)
+        for block_id, count in Counter(owned).items():
+            if count > self._references[block_id]:
+                raise KVGroupsError(
+                    f"group {self.name!r}: block {block_id} has {self._references[block_id]} owners, "
+                    f"so it cannot be freed {count} times"
+                )
         released = []
         for block_id in owned:
             self._references[block_id] -= 1

@@ -180,13 +180,19 @@ class GroupedCache(Cache):
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedCallError("GroupedCache.batch_repeat_interleave is not served; repeat the prompt instead")
+        raise UnsupportedCallError(
+            "GroupedCache.batch_repeat_interleave is not served; repeat the prompt instead"
+        )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise UnsupportedCallError("GroupedCache.batch_select_indices is not served; select the prompts instead")
+        raise UnsupportedCallError(
+            "GroupedCache.batch_select_indices is not served; select the prompts instead"
+        )
 
     def activate_past_recording(self) -> None:
-        raise UnsupportedCallError("GroupedCache: assisted decoding is not served; call generate without an assistant")
+        raise UnsupportedCallError(
+            "GroupedCache: assisted decoding is not served; call generate without an assistant"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedCache:
         twin = object.__new__(type(self))
@@ -246,7 +252,12 @@ class GroupedCache(Cache):
         return output
 
     def _run_pass(
-        self, model_forward: Callable[..., Any], inputs: dict[str, Any], each: Pass, is_real: np.ndarray, columns: int
+        self,
+        model_forward: Callable[..., Any],
+        inputs: dict[str, Any],
+        each: Pass,
+        is_real: np.ndarray,
+        columns: int,
     ) -> Any:
         requests = [self.requests[row] for row in each.rows]
         if each.columns is not None:
@@ -428,4 +439,3 @@ def _free_requests(manager: Manager, requests: list[Request]) -> None:
 def find_cache(inputs: Mapping[str, Any]) -> Any:
     """The cache among a forward's arguments, under whichever of its names; None if there is none."""
     return next((inputs[name] for name in CACHE_ARGUMENTS if inputs.get(name) is not None), None)
-

@@ -130,13 +130,19 @@ class Manager:
             for request, count in zip(requests, num_new_tokens, strict=True):
                 self._check_request(request, count)
             plans = {
-                name: [self._growth(group, request, count) for request, count in zip(requests, num_new_tokens, strict=True)]
+                name: [
+                    self._growth(group, request, count)
+                    for request, count in zip(requests, num_new_tokens, strict=True)
+                ]
                 for name, group in self._groups.items()
             }
-            self._make_room({
-                name: sum(plan.num_new() for plan in plans[name]) - self._num_releasable(group, requests, plans[name])
-                for name, group in self._groups.items()
-            })
+            self._make_room(
+                {
+                    name: sum(plan.num_new() for plan in plans[name])
+                    - self._num_releasable(group, requests, plans[name])
+                    for name, group in self._groups.items()
+                }
+            )
             for name, group in self._groups.items():
                 for request, plan in zip(requests, plans[name], strict=True):
                     self._apply_release(group, request, plan)
@@ -189,7 +195,9 @@ class Manager:
                 blocks = self._row_blocks(group, request).copy()
                 shared = np.delete(blocks, copies[name])
                 group.pool.share(shared[shared != NULL_BLOCK_ID].tolist())
-                for column, block_id in zip(copies[name], group.pool.allocate(len(copies[name])), strict=True):
+                for column, block_id in zip(
+                    copies[name], group.pool.allocate(len(copies[name])), strict=True
+                ):
                     group.storage.copy_block(int(blocks[column]), block_id)
                     blocks[column] = block_id
                 rows[name] = blocks
@@ -200,7 +208,9 @@ class Manager:
 
     # Limits and accounts
 
-    def check_fits(self, num_requests: int, prompt_len: int, max_len: int, chunk_size: int | None = None) -> None:
+    def check_fits(
+        self, num_requests: int, prompt_len: int, max_len: int, chunk_size: int | None = None
+    ) -> None:
         """Refuse what can never fit, with the arithmetic that `allocate` uses, before anything is taken.
 
         Args:
@@ -317,7 +327,9 @@ class Manager:
     def _peak_blocks(self, group: _Group, prompt_len: int, max_len: int, chunk_size: int | None) -> int:
         chunk = chunk_size or max(1, prompt_len)
         starts = range(0, prompt_len, chunk)
-        peak = max((self._num_held(group, start, min(chunk, prompt_len - start)) for start in starts), default=0)
+        peak = max(
+            (self._num_held(group, start, min(chunk, prompt_len - start)) for start in starts), default=0
+        )
         # Decoding repeats itself after a block, or after a chunk of chunked attention: look at the last period.
         period = max(group.config.block_size, getattr(group.config.spec, "chunk_size", 0))
         decodes = range(max(prompt_len, max_len - period), max_len)
@@ -387,7 +399,10 @@ class Manager:
                     f"group {name!r}: {need[name]} blocks are needed and {group.pool.num_free} of "
                     f"{group.num_blocks_fixed - 1} are free ({missing} short); give more memory or fewer requests"
                 )
-        generous = {name: max(missing, int((_GROWTH - 1) * self._groups[name].pool.num_blocks)) for name, missing in short.items()}
+        generous = {
+            name: max(missing, int((_GROWTH - 1) * self._groups[name].pool.num_blocks))
+            for name, missing in short.items()
+        }
         for growth in (generous, short):
             if self._fits_budget(growth):
                 break

@@ -168,7 +168,7 @@ def write_kv(
     """Store this step's keys and values of one layer in their slots, in place.
 
     Tokens with slot -1 are skipped, and so is the null block. Nothing else is touched, bit for bit. Slots of
-    one call are distinct.
+    one call are distinct. No gradient flows into the cache, which would keep the graph of every step alive.
 
     Args:
         key: (num_tokens, num_kv_heads, head_dim), the cache's dtype.
@@ -435,7 +435,7 @@ def gather_states(states: Tensor, slots: Tensor, *, backend: str = "auto") -> Te
 def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: str = "auto") -> None:
     """Write the recurrent states of this step's requests to their slots, in place.
 
-    Slot 0 is never written. Slots other than 0 are distinct.
+    Slot 0 is never written. Slots other than 0 are distinct. No gradient flows into the states.
 
     Args:
         states: (num_slots, *state_shape), one state tensor of one layer. Any stride between slots.

@@ -178,7 +178,9 @@ class Patch:
         if "use_cache" in self.context.parameters or self._takes_any_keyword():
             inputs["use_cache"] = True
         if not self.context.lock.acquire(blocking=False):
-            raise UnsupportedCallError("a second forward at the same time on one model; run one after the other")
+            raise UnsupportedCallError(
+                "a second forward at the same time on one model; run one after the other"
+            )
         try:
             with attention_setting(self.model, ATTENTION_NAME):
                 output: ModelOutput = cache.forward(self.original_forward, inputs)
@@ -201,7 +203,9 @@ class Patch:
             )
         for name in _REFUSED_INPUTS:
             if inputs.get(name) is not None:
-                raise UnsupportedCallError(f"{name}: a patched model takes text only; leave it out or unpatch the model")
+                raise UnsupportedCallError(
+                    f"{name}: a patched model takes text only; leave it out or unpatch the model"
+                )
         types = inputs.get("token_type_ids")
         if types is not None and bool(types.any()):
             raise UnsupportedCallError(
@@ -221,7 +225,9 @@ class Patch:
         """Called by `generate` where it would make its own cache: refuse what is not served, else make ours."""
         original = type(self.model)._prepare_cache_for_generation
         if generation_config.use_cache is False or generation_config.is_assistant:
-            original(self.model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            original(
+                self.model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
             return
         self._check_generation(generation_config, generation_mode)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -240,7 +246,9 @@ class Patch:
         if cache is None:
             model_kwargs["cache"] = GroupedCache(self.model)
         elif not isinstance(cache, GroupedCache) or cache.context is not self.context:
-            kind = "a GroupedCache of another model" if isinstance(cache, GroupedCache) else type(cache).__name__
+            kind = (
+                "a GroupedCache of another model" if isinstance(cache, GroupedCache) else type(cache).__name__
+            )
             raise UnsupportedCallError(
                 f"cache: generate on a patched model got {kind}; leave `cache` out, pass a kvgroups.GroupedCache of "
                 "this model, or kvgroups.unpatch(model)"
@@ -280,10 +288,16 @@ class Patch:
         cache = model_kwargs.get("cache")
         if isinstance(cache, GroupedCache):
             self._check_prompt(cache, input_ids, generation_config, model_kwargs)
-        return type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        return type(self.model)._prefill(
+            self.model, input_ids, generation_config, model_kwargs, *args, **kwargs
+        )
 
     def _check_prompt(
-        self, cache: GroupedCache, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+        self,
+        cache: GroupedCache,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
     ) -> None:
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
@@ -299,7 +313,10 @@ class Patch:
             self._check_reused(cache, input_ids, seen)
         elif self.context.config.memory is not None:
             self.context.manager.check_fits(
-                input_ids.shape[0], prompt_len, generation_config.max_length, generation_config.prefill_chunk_size
+                input_ids.shape[0],
+                prompt_len,
+                generation_config.max_length,
+                generation_config.prefill_chunk_size,
             )
 
     def _check_reused(self, cache: GroupedCache, input_ids: torch.Tensor, seen: int) -> None:
@@ -324,11 +341,15 @@ def _check_config(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
     for group in config.groups:
         for index in group.layers:
             if index >= len(facts):
-                raise SpecError(f"group {group.name!r}: layer {index}; the model has cache layers 0 to {len(facts) - 1}")
+                raise SpecError(
+                    f"group {group.name!r}: layer {index}; the model has cache layers 0 to {len(facts) - 1}"
+                )
     for layer in facts:
         for needed in layer_specs(layer):
             is_state = isinstance(needed, MambaSpec)
-            group = next((g for g in config.groups if layer.index in g.layers and g.is_state == is_state), None)
+            group = next(
+                (g for g in config.groups if layer.index in g.layers and g.is_state == is_state), None
+            )
             if group is None:
                 raise SpecError(
                     f"groups: layer {layer.index} ({layer.owner}) stores {needed.kind} and is in no such group; add it"
@@ -341,7 +362,9 @@ def _check_config(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
         kinds = {isinstance(needed, MambaSpec) for needed in layer_specs(layer)}
         for group in config.groups:
             if layer.index in group.layers and group.is_state not in kinds:
-                raise SpecError(f"group {group.name!r}: layer {layer.index} ({layer.owner}) stores no {group.spec.kind}")
+                raise SpecError(
+                    f"group {group.name!r}: layer {layer.index} ({layer.owner}) stores no {group.spec.kind}"
+                )
 
 
 def _check_modes(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:

@@ -13,7 +13,6 @@ from kvgroups.errors import UnsupportedCallError
 from kvgroups.geometry import BatchGeometry, GeometryTensors
 from kvgroups.specs import GroupConfig
 
-
 HANDLE = "kvgroups_handle"
 """Attribute of a key tensor, or keyword argument, that tells attention which cache layer's K it was given."""
 

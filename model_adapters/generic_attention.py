@@ -32,7 +32,9 @@ class AttentionLayer(CacheLayerMixin):
 
     is_compileable = False
 
-    def __init__(self, facts: LayerFacts, group: GroupConfig, storage: GroupStorage, running: Running) -> None:
+    def __init__(
+        self, facts: LayerFacts, group: GroupConfig, storage: GroupStorage, running: Running
+    ) -> None:
         super().__init__()
         self.facts = facts
         self.group = group
@@ -76,6 +78,20 @@ class AttentionLayer(CacheLayerMixin):
         handle.write()
         kwargs[HANDLE] = handle
         return gathered
+
+    @property
+    def keys(self) -> None:
+        """There is no such tensor; the model's own code has no business with it."""
+        raise UnsupportedCallError(
+            f"layer {self.facts.index} ({self.facts.owner}): K and V lie in pages, and something reads "
+            "cache.layers[i].keys or .values; kvgroups.unpatch(model) to run code that does"
+        )
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """transformers' constructor clears what is not there."""
+
+    values = keys
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: pages exist before the forward starts."""
@@ -142,7 +158,9 @@ class StepKV:
         value[row, step.tensors.positions] = self.value
         return rearrange(key, "b l h d -> b h l d"), rearrange(value, "b l h d -> b h l d")
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **scores: Any) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **scores: Any
+    ) -> torch.Tensor:
         """Attention of the step's queries over history and the step itself.
 
         Args:
@@ -238,7 +256,16 @@ def attention_forward(
     if handle is None:  # attention over something that is not the cache: as the model's own file does it
         eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return eager(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            softcap=softcap,
+            s_aux=s_aux,
+            **kwargs,
         )
     if dropout:
         raise UnsupportedCallError("attention dropout with a kvgroups cache; call model.eval() first")

@@ -74,7 +74,9 @@ class GroupConfig(SpecModel):
                 f"{where}: slot_mapping {self.slot_mapping!r} with a {self.spec.kind} spec; must be {right}"
             )
         if self.slot_mapping == "ring" and not isinstance(self.spec, SlidingWindowSpec):
-            raise ValueError(f"{where}: slot_mapping 'ring' serves sliding windows only; must be paged or token")
+            raise ValueError(
+                f"{where}: slot_mapping 'ring' serves sliding windows only; must be paged or token"
+            )
         if self.slot_mapping in ("token", "none") and self.block_size != 1:
             raise ValueError(
                 f"{where}: block_size {self.block_size} with slot_mapping {self.slot_mapping!r}; must be 1"
@@ -153,7 +155,9 @@ class KVGroupsConfig(SpecModel):
         memory = self.memory
         if isinstance(memory, dict):
             if set(memory) != names:
-                raise ValueError(f"memory: got blocks for {sorted(memory)}; must name each of {sorted(names)}")
+                raise ValueError(
+                    f"memory: got blocks for {sorted(memory)}; must name each of {sorted(names)}"
+                )
             if min(memory.values()) < 1:
                 raise ValueError(f"memory: got {memory}; every group needs at least one block")
         elif isinstance(memory, float) and not 0 < memory < 1:
@@ -182,15 +186,23 @@ class KVGroupsConfig(SpecModel):
         """Write the config to `path`: JSON if it ends in `.json`, YAML otherwise."""
         path = Path(path)
         if path.suffix == ".json":
-            path.write_text(self.model_dump_json(indent=2) + "\n")
+            text = self.model_dump_json(indent=2) + "\n"
         else:
-            path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+            text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        path.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> KVGroupsConfig:
         """Read what `save` wrote. `SpecError` names what is wrong in the file."""
-        text = Path(path).read_text()
-        return cls.model_validate(yaml.safe_load(text))  # JSON is YAML
+        path = Path(path)
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return cls.model_validate_json(text)
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SpecError(f"{path}: expected YAML, got text that cannot be read as such: {error}") from None
+        return cls.model_validate(data)
 
 
 def _align(value: int, alignment: int) -> int:

@@ -30,6 +30,9 @@ _GROUP_NAMES = {
     "mamba": "state",
 }
 
+_GROUP_OVERRIDES: tuple[str, ...] = ("block_size", "slot_mapping", "layout", "snapshot_interval")
+"""Overrides that speak of groups: one value for every group that it fits, or a dict by group name."""
+
 
 def infer_config(model: PreTrainedModel, **overrides: Any) -> KVGroupsConfig:
     """The `KVGroupsConfig` that `kvgroups.patch(model)` uses when it is given none.
@@ -66,14 +69,10 @@ def config_from_facts(
 ) -> KVGroupsConfig:
     """Put layers with equal specs into groups and apply the overrides."""
     overrides = dict(overrides)
-    group_overrides = {
-        key: overrides.pop(key)
-        for key in ("block_size", "slot_mapping", "layout", "snapshot_interval")
-        if key in overrides
-    }
-    unknown = sorted(set(overrides) - set(KVGroupsConfig.model_fields) | set(overrides) & {"groups"})
-    if unknown:
-        known = sorted({*KVGroupsConfig.model_fields, "block_size", "slot_mapping", "layout", "snapshot_interval"})
+    group_overrides = {key: overrides.pop(key) for key in _GROUP_OVERRIDES if key in overrides}
+    fields = set(KVGroupsConfig.model_fields) - {"groups"}
+    if unknown := sorted(set(overrides) - fields):
+        known = sorted(fields | set(_GROUP_OVERRIDES))
         raise SpecError(f"infer_config: unknown override {', '.join(unknown)}; known are {', '.join(known)}")
 
     members: dict[LayerSpec, list[int]] = {}
@@ -120,13 +119,18 @@ def _group(name: str, layers: list[int], spec: LayerSpec, overrides: Mapping[str
     interval = chosen.pop("snapshot_interval", None)
     if isinstance(spec, MambaSpec):
         if interval is not None:
-            spec = spec.model_copy(update={"snapshot_interval": interval})
+            spec = MambaSpec(states=spec.states, snapshot_interval=interval)
         # one value for every group means every group that it fits: a state has no tokens to arrange
         chosen = {key: value for key, value in chosen.items() if isinstance(overrides[key], Mapping)}
-    elif chosen.get("slot_mapping") == "ring" and not isinstance(spec, SlidingWindowSpec):
-        if not isinstance(overrides["slot_mapping"], Mapping):
-            del chosen["slot_mapping"]
-    defaults = {} if isinstance(spec, MambaSpec) or chosen.get("slot_mapping") == "token" else _block_size(spec)
+    elif interval is not None and isinstance(overrides["snapshot_interval"], Mapping):
+        raise SpecError(
+            f"infer_config: snapshot_interval names {name!r}, which stores tokens; only state groups have snapshots"
+        )
+    elif overrides.get("slot_mapping") == "ring" and not isinstance(spec, SlidingWindowSpec):
+        del chosen["slot_mapping"]  # "ring" for every group means every window
+    defaults = (
+        {} if isinstance(spec, MambaSpec) or chosen.get("slot_mapping") == "token" else _block_size(spec)
+    )
     return GroupConfig(name=name, layers=layers, spec=spec, **{**defaults, **chosen})
 
 

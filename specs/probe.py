@@ -7,6 +7,7 @@ they can be continued.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -83,17 +84,17 @@ def probe(model: PreTrainedModel) -> list[LayerFacts]:
                 f"{type(model).__name__}: layer {index} has layer type {layer_type!r}, which no adapter serves; "
                 f"served are {', '.join(sorted(SERVED_LAYER_TYPES))}"
             )
+    watcher = _Watcher(model)
     try:
-        watcher = _watch(model, meta=True)
-    except UnsupportedModelError:
-        raise
-    except Exception as meta_error:  # data-dependent control flow; the real device can still tell
+        _watch(watcher, meta=True)
+    except Exception:  # data-dependent control flow, which meta tensors cannot follow: the real ones can
+        watcher = _Watcher(model)
         try:
-            watcher = _watch(model, meta=False)
+            _watch(watcher, meta=False)
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__}: the probe's forward failed: {type(error).__name__}: {error} "
-                f"(on meta tensors: {type(meta_error).__name__}: {meta_error})"
+                f"{type(model).__name__}: {watcher.innermost} cannot run on transformers' Cache without attention masks "
+                f"({type(error).__name__}: {error}), so no adapter serves it"
             ) from error
     facts = watcher.facts(layer_types, arguments)
     for layer in facts:
@@ -109,7 +110,11 @@ def probe(model: PreTrainedModel) -> list[LayerFacts]:
 def attention_setting(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Switch every config that the model's modules read to attention `name`, and back, whatever happens."""
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    saved = [(c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+    saved = [
+        (c, c._attn_implementation_internal)
+        for c in configs.values()
+        if hasattr(c, "_attn_implementation_internal")
+    ]
     try:
         for config, _ in saved:
             config._attn_implementation_internal = name
@@ -119,12 +124,12 @@ def attention_setting(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = value
 
 
-def _watch(model: PreTrainedModel, *, meta: bool) -> _Watcher:
-    """Run the two probing forwards and return what was seen."""
+def _watch(watcher: _Watcher, *, meta: bool) -> None:
+    """Run the two probing forwards under the watcher's eyes."""
+    model = watcher.model
     device = torch.device("meta") if meta else model.device
     named = [*model.named_parameters(), *model.named_buffers()]
     weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in named} if meta else {}
-    watcher = _Watcher(model)
 
     def step(start: int) -> torch.Tensor:
         ids = torch.ones((1, _TOKENS), dtype=torch.long, device=device)
@@ -145,7 +150,6 @@ def _watch(model: PreTrainedModel, *, meta: bool) -> _Watcher:
         with torch.enable_grad():
             logits = step(_TOKENS)
         watcher.note_unread_states(logits)
-    return watcher
 
 
 @contextmanager
@@ -172,9 +176,11 @@ class _ProbeCache(DynamicCache):
     def __init__(self, watcher: _Watcher, config: Any) -> None:
         super().__init__(config=config)
         self.watcher = watcher
+        for index, layer in enumerate(self.layers):
+            layer.probe_source = index  # looped models append deep copies of layers: these say whose
         self.leaves: dict[tuple[int, str], torch.Tensor] = {}
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # noqa: ANN001, ANN202
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.watcher.saw_update(layer_idx, key_states, value_states, keys, values)
         return keys, values
@@ -191,14 +197,16 @@ class _ProbeCache(DynamicCache):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         state = super().get_recurrent_state(layer_idx, state_idx)
-        return state if state is None else state.clone()  # the update that follows writes the stored one in place
+        return (
+            state if state is None else state.clone()
+        )  # the update that follows writes the stored one in place
 
-    def update_conv_state(self, conv_states, layer_idx, state_idx=0, **kwargs):  # noqa: ANN001, ANN202
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, **kwargs):
         full = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         self.watcher.saw_state(layer_idx)
         return full
 
-    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):  # noqa: ANN001, ANN202
+    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):
         state = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         self.watcher.saw_state(layer_idx)
         return state
@@ -218,6 +226,7 @@ class _Watcher:
         self.by_layer: dict[int, LayerFacts] = {}
         self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.stack: list[str] = []
+        self.innermost = type(model).__name__  # the module that was entered last, for a failure's message
         self.waiting: int | None = None  # the layer whose update has not been followed by attention yet
 
     @contextmanager
@@ -237,7 +246,11 @@ class _Watcher:
             AttentionInterface._global_mapping.pop(PROBE_ATTENTION, None)
 
     def _enter(self, label: str) -> Callable[..., None]:
-        return lambda *_: self.stack.append(label)
+        def enter(*_: Any) -> None:
+            self.stack.append(label)
+            self.innermost = label
+
+        return enter
 
     def _leave(self, *_: Any) -> None:
         self.stack.pop()
@@ -262,8 +275,9 @@ class _Watcher:
     def saw_state(self, index: int) -> None:
         self.layer(index)
 
-    def attention(self, module: Any, query, key, value, mask, **kwargs):  # noqa: ANN001, ANN202
-        """Stands in for attention: notes which layer's K it was given, and returns zeros of the right shape."""
+    def attention(self, module: Any, query, key, value, mask=None, **kwargs):
+        """Stands in for attention: notes which layer's K it was given. Its output depends on Q, K and V alike,
+        so that a gradient finds its way through."""
         index, is_stored = self._whose(key, value)
         if index is not None:
             facts = self.by_layer[index]
@@ -272,9 +286,8 @@ class _Watcher:
             self._check_arguments(facts, module, kwargs)
             if index == self.waiting:
                 self.waiting = None
-        elif mask is None and key.shape[2] == query.shape[2]:
-            pass  # attention over something that is not the cache; the generic adapter passes it through
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return (query.mean() + key.mean() + value.mean()).expand(shape), None
 
     def _whose(self, key: torch.Tensor, value: torch.Tensor) -> tuple[int | None, bool]:
         for index, (stored_key, stored_value) in self.stored.items():
@@ -302,11 +315,10 @@ class _Watcher:
     def facts(self, layer_types: list[str], arguments: list[dict[str, Any]]) -> list[LayerFacts]:
         """One `LayerFacts` per cache layer, the configured and the observed put together."""
         result = []
-        for index in range(max(len(layer_types), len(self.cache.layers))):
-            layer_type = layer_types[index % len(layer_types)]
+        for index, layer in enumerate(self.cache.layers):
+            layer_type, given = layer_types[layer.probe_source], arguments[layer.probe_source]
             facts = self.by_layer.get(index) or LayerFacts(index=index, layer_type=layer_type)
             facts.layer_type = layer_type
-            given = arguments[index % len(arguments)]
             if layer_type == "chunked_attention":
                 facts.chunk = given["sliding_window"]
             else:
@@ -337,8 +349,6 @@ class _Watcher:
 
 
 def _accepted_arguments(model: PreTrainedModel) -> set[str]:
-    import inspect
-
     parameters = inspect.signature(type(model).forward).parameters
     names = set(parameters)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -55,13 +55,13 @@ def paged_attention(
     pages = None if key_cache is None else _Pages(key_cache, value_cache, block_table, layout, ring_blocks)
     output = query.new_zeros(*query.shape[:2], value.shape[2])
     for rows in _batches(_rows(query_start_loc, kv_start_loc, num_computed_tokens), pages, rule):
-        if rows[0].is_decode and rows[0].num_computed:
-            attended = _attend_decode(rows, query, key, value, pages, rule)
-        elif rows[0].is_fresh:
+        if rows[0].is_fresh:
             attended = _attend_fresh(rows, query, key, value, rule)
+        elif rows[0].is_decode:
+            attended = _attend_decode(rows, query, key, value, pages, rule)
         else:
             attended = _attend_chunk(rows[0], query, key, value, pages, rule)
-        output[_query_index(rows, output.device)] = attended
+        _put(output, [row.query_start for row in rows], attended)
     return output
 
 
@@ -126,28 +126,38 @@ class _Pages:
     def gather(self, requests, first_blocks, num_blocks):
         """`num_blocks` logical blocks of each request, from its first block on, as they lie: NaN and all.
 
-        Returns keys (b, h, n, d), values (b, h, n, d_v) and `is_null` (b, n), n = num_blocks * block_size.
-        Blocks past the table repeat its last one; the caller masks them, for no key was ever there.
+        Returns keys (b, h, n, d), values (b, h, n, d_v) and `is_null` (b, n), or None if no block is null;
+        n = num_blocks * block_size. Blocks past the table repeat its last one: no key was ever there, and the
+        caller masks them.
         """
-        device = self.block_table.device
-        first = torch.tensor(first_blocks, device=device)
-        logical = first[:, None] + torch.arange(num_blocks, device=device)
-        if self.ring_blocks:
-            logical %= self.ring_blocks
-        else:
-            logical.clamp_(max=self.block_table.shape[1] - 1)
-        block_ids = self.block_table[torch.tensor(requests, device=device)[:, None], logical]
-        is_null = (block_ids == NULL_BLOCK_ID).repeat_interleave(self.block_size, dim=1)
+        block_ids = self._block_ids(requests, first_blocks, num_blocks)
+        is_null = block_ids == NULL_BLOCK_ID
+        is_null = is_null.repeat_interleave(self.block_size, dim=1) if is_null.any() else None
         return self._select(self.key_cache, block_ids), self._select(self.value_cache, block_ids), is_null
+
+    def _block_ids(self, requests, first_blocks, num_blocks):
+        """The table's entries (b, num_blocks); `requests` ascend."""
+        width, device = self.block_table.shape[1], self.block_table.device
+        first, last = first_blocks[0], first_blocks[0] + num_blocks
+        is_rectangle = requests[-1] - requests[0] == len(requests) - 1 and len(set(first_blocks)) == 1
+        if is_rectangle and last <= (self.ring_blocks or width):
+            return self.block_table[requests[0] : requests[-1] + 1, first:last]
+        logical = torch.tensor(first_blocks, device=device)[:, None] + torch.arange(num_blocks, device=device)
+        logical = logical % self.ring_blocks if self.ring_blocks else logical.clamp(max=width - 1)
+        return self.block_table[torch.tensor(requests, device=device)[:, None], logical]
 
     def _select(self, cache, block_ids):
         """The blocks (b, num_blocks) of a cache as a (b, h, n, d) view of one fresh copy."""
+        b, num_blocks = block_ids.shape
         if self.layout == "NHD":
-            blocks = cache.index_select(0, block_ids.flatten())
-            return blocks.view(len(block_ids), -1, *blocks.shape[2:]).transpose(1, 2)
-        # Heads first, so that the tokens of a request end up side by side without a second copy.
-        blocks = cache.transpose(0, 1).index_select(1, block_ids.flatten())
-        return blocks.view(len(blocks), len(block_ids), -1, blocks.shape[3]).transpose(0, 1)
+            tokens = cache.index_select(0, block_ids.flatten()).view(b, -1, *cache.shape[2:])
+            return tokens.transpose(1, 2)
+        # Heads first, so that the tokens of a request lie side by side without a second copy. Along dim 0 into
+        # a transposed output, since along dim 1 of a transposed cache torch copies the whole cache first.
+        h, block_size, d = cache.shape[1:]
+        heads = cache.new_empty(h, b * num_blocks, block_size, d)
+        torch.index_select(cache, 0, block_ids.flatten(), out=heads.transpose(0, 1))
+        return heads.view(h, b, -1, d).transpose(0, 1)
 
 
 def _rows(query_start_loc, kv_start_loc, num_computed_tokens):
@@ -185,36 +195,40 @@ def _attend_decode(rows, query, key, value, pages, rule):
     block_size, device = pages.block_size, query.device
     first_visible = [rule.first_visible(row.num_computed) for row in rows]
     first_blocks = [first // block_size for first in first_visible]
-    # From here on tokens are counted from the start of the first gathered block.
-    own = [row.num_computed - block * block_size for row, block in zip(rows, first_blocks, strict=True)]
+    # From here on tokens are counted from the start of each request's first gathered block.
     start = [first - block * block_size for first, block in zip(first_visible, first_blocks, strict=True)]
+    own = [row.num_computed - block * block_size for row, block in zip(rows, first_blocks, strict=True)]
     num_blocks = max(own) // block_size + 1
     keys, values, is_null = pages.gather([row.request for row in rows], first_blocks, num_blocks)
 
     # The step's own key goes where it would be stored, in the copy: nothing need be concatenated.
-    step = _key_index(rows, device).squeeze(1)
     batch, own_token = torch.arange(len(rows), device=device), torch.tensor(own, device=device)
-    keys[batch, :, own_token] = key[step]
-    values[batch, :, own_token] = value[step]
-    is_null[batch, own_token] = False
+    key_starts = [row.key_start for row in rows]
+    keys[batch, :, own_token] = _take(key, key_starts, 1)[:, 0]
+    values[batch, :, own_token] = _take(value, key_starts, 1)[:, 0]
 
-    token = torch.arange(num_blocks * block_size, device=device)
-    start_token = torch.tensor(start, device=device)
-    visible = (token >= start_token[:, None]) & (token <= own_token[:, None]) & ~is_null
     seen = slice(min(start), max(own) + 1)
-    keys, values, visible = keys[:, :, seen], values[:, :, seen], visible[:, seen]
-    if visible.all():
-        visible = None
-    else:
+    visible = None
+    if is_null is not None or len(set(start)) > 1 or len(set(own)) > 1:
+        token = torch.arange(num_blocks * block_size, device=device)
+        visible = (token >= torch.tensor(start, device=device)[:, None]) & (token <= own_token[:, None])
+        if is_null is not None:
+            visible &= ~is_null
+            visible[batch, own_token] = True
         _blank(keys, values, ~visible)
-        visible = visible[:, None]
-    return _attend(query[_query_index(rows, device)], keys, values, rule, visible)
+        visible = visible[:, None, seen]
+    queries = _take(query, [row.query_start for row in rows], 1)
+    return _attend(queries, keys[:, :, seen], values[:, :, seen], rule, visible)
 
 
 def _attend_fresh(rows, query, key, value, rule):
     """Requests of one length without history."""
-    queries, step = query[_query_index(rows, query.device)], _key_index(rows, query.device)
-    keys, values = key[step].transpose(1, 2), value[step].transpose(1, 2)
+    length, key_starts = rows[0].query_len, [row.key_start for row in rows]
+    queries = _take(query, [row.query_start for row in rows], length)
+    keys, values = (
+        _take(key, key_starts, length).transpose(1, 2),
+        _take(value, key_starts, length).transpose(1, 2),
+    )
     return _attend_span(queries, keys, values, rule, query_position=0, key_position=0)
 
 
@@ -245,9 +259,10 @@ def _history(request, first, stop, pages):
     num_blocks = -(-stop // pages.block_size) - first_block
     keys, values, is_null = pages.gather([request], [first_block], num_blocks)
     tokens = slice(first - start, stop - start)
-    keys, values, is_null = keys[:, :, tokens], values[:, :, tokens], is_null[:, tokens]
-    if not is_null.any():
+    keys, values = keys[:, :, tokens], values[:, :, tokens]
+    if is_null is None:
         return keys, values, None
+    is_null = is_null[:, tokens]
     _blank(keys, values, is_null)
     return keys, values, is_null[0]
 
@@ -258,9 +273,11 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
     `query_position` and `key_position` are those of the first query and key; `is_null` (n,) marks keys that
     do not exist. Queries go in tiles, each over the keys that it can see.
     """
-    output = query.new_zeros(*query.shape[:3], values.shape[3])
-    end = query_position + query.shape[1]
-    position = max(query_position, 0)  # a query before every key sees nothing
+    position, end = max(query_position, 0), query_position + query.shape[1]
+    # A query before every key sees nothing.
+    tiles = [
+        query.new_zeros(len(query), min(position, end) - query_position, query.shape[2], values.shape[3])
+    ]
     while position < end:
         first = max(key_position, rule.first_visible(position))
         stop = end if rule.chunk is None else min(end, (position // rule.chunk + 1) * rule.chunk)
@@ -283,11 +300,11 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
                 visible &= ~is_null[tile_keys]
             visible = visible[None]
         tile = slice(position - query_position, stop - query_position)
-        output[:, tile] = _attend(
-            query[:, tile], keys[:, :, tile_keys], values[:, :, tile_keys], rule, visible, is_causal
+        tiles.append(
+            _attend(query[:, tile], keys[:, :, tile_keys], values[:, :, tile_keys], rule, visible, is_causal)
         )
         position = stop
-    return output
+    return torch.cat(tiles, dim=1)
 
 
 def _tile_length(query, num_earlier_keys, rule):
@@ -362,13 +379,21 @@ def _blank(keys, values, where):
     values[batch, :, token] = 0
 
 
-def _query_index(rows, device):
-    """The queries (b, t) of rows of one length."""
-    start = torch.tensor([row.query_start for row in rows], device=device)
-    return start[:, None] + torch.arange(rows[0].query_len, device=device)
+def _take(tokens, starts, length):
+    """Runs of `length` tokens as (b, length, ...): a view if they lie one after another. `starts` ascend."""
+    if starts[-1] - starts[0] == (len(starts) - 1) * length:
+        return tokens[starts[0] : starts[0] + len(starts) * length].unflatten(0, (len(starts), length))
+    return tokens[_run_index(starts, length, tokens.device)]
 
 
-def _key_index(rows, device):
-    """The step's own keys (b, n) of rows of one length."""
-    start = torch.tensor([row.key_start for row in rows], device=device)
-    return start[:, None] + torch.arange(rows[0].key_len, device=device)
+def _put(tokens, starts, values):
+    """Store values (b, length, ...) in the runs of tokens that begin at `starts`."""
+    b, length = values.shape[:2]
+    if starts[-1] - starts[0] == (b - 1) * length:
+        tokens[starts[0] : starts[0] + b * length] = values.flatten(0, 1)
+    else:
+        tokens[_run_index(starts, length, tokens.device)] = values
+
+
+def _run_index(starts, length, device):
+    return torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)

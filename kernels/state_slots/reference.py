@@ -16,4 +16,4 @@ def scatter_states(states, slots, values):
     """See `kvgroups.ops.scatter_states`."""
     for request, slot in enumerate(slots.tolist()):
         if slot != NULL_BLOCK_ID:
-            states[slot] = values[request]
+            states[slot] = values[request].detach()

@@ -17,7 +17,7 @@ def gather_states(states, slots):
 def scatter_states(states, slots, values):
     """See `kvgroups.ops.scatter_states`."""
     request = _requests_with_state(slots)
-    states.index_copy_(0, slots[request].long(), values[request])
+    states.index_copy_(0, slots[request].long(), values[request].detach())
 
 
 def _requests_with_state(slots):

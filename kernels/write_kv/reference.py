@@ -3,6 +3,7 @@
 
 def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
     """See `kvgroups.ops.write_kv`."""
+    key, value = key.detach(), value.detach()
     block_size = key_cache.shape[1 if layout == "NHD" else 2]
     for token, slot in enumerate(slot_mapping[: len(key)].tolist()):
         if slot < block_size:

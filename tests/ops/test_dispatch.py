@@ -11,7 +11,7 @@ STATES, SLOTS = torch.ones(2, 1), torch.tensor([1])
 
 @pytest.fixture
 def forms(monkeypatch):
-    """Replace the forms of `gather_states` by ones that answer with their name, or refuse with the given reasons."""
+    """Replace the forms of `gather_states` by ones that answer with their name or refuse."""
 
     def plant(**refusals):
         planted = {
@@ -53,7 +53,8 @@ def test_an_unknown_backend_is_named_with_those_that_exist():
     with pytest.raises(BackendUnavailableError) as refusal:
         ops.gather_states(STATES, SLOTS, backend="cuda")
     assert str(refusal.value) == (
-        "gather_states: expected a backend among auto, torch, reference, got 'cuda'. backend='torch' serves it."
+        "gather_states: expected a backend among auto, torch, reference, got 'cuda'. "
+        "backend='torch' serves it."
     )
 
 

@@ -10,7 +10,7 @@ from kvgroups.errors import ShapeError
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("block_size, dim, dim_v", [(1, 8, 8), (3, 5, 7), (4, 80, 16), (16, 8, 8)])
 def test_history_of_ragged_rows(block_size, dim, dim_v, layout, backend, nan_arena):
-    """Random blocks, NaN in unwritten tails and in everyone else's blocks, an empty row, a row to a block's edge."""
+    """Random blocks, NaN in unwritten tails and in others' blocks, a row to a block's edge, an empty row."""
     generator = torch.Generator().manual_seed(block_size)
     seq_lens = [2 * block_size, 0, 5, 7]
     width = -(-max(seq_lens) // block_size) + 1

@@ -1,16 +1,18 @@
 """Attention over blocks, held against plain softmax attention over each request's whole sequence.
 
-Every case runs through the reference and the torch form, in both layouts and three dtypes. Blocks are a random
-permutation inside a strided, NaN-filled arena; only what a later query can see is ever written.
+Every case runs through the reference and the torch form, in both layouts and three dtypes. Blocks are a
+random permutation inside a strided, NaN-filled arena; only what a later query can see is ever written.
 """
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity
 
 from kvgroups import ops
 from kvgroups.errors import ShapeError
@@ -19,13 +21,22 @@ from kvgroups.kernels.paged_attention import reference, torch_impl
 NAN = float("nan")
 
 TOLERANCE = 4
-"""How many times the reference's own error in a dtype (at least one unit in the last place of the largest output) a
-form may be off. The reference rounds once, at the end; a fused kernel also rounds its weights to the dtype."""
+"""How many times the reference's own error in a dtype a form may be off. That error counts as one unit in the
+last place of the largest output at least. The reference rounds once, at the end; a fused kernel also rounds
+its weights to the dtype."""
+
+
+class Request(NamedTuple):
+    """One request's share of a step, in tokens."""
+
+    computed: int
+    queries: int
+    keys: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch. A request is (tokens of history, queries[, step keys])."""
+    """One batch. A request is (tokens of history, queries) or (tokens of history, queries, step keys)."""
 
     name: str
     requests: tuple[tuple[int, ...], ...]
@@ -38,6 +49,12 @@ class Case:
     has_sinks: bool = False
     ring_blocks: int = 0
     num_padded_tokens: int = 0
+
+    @property
+    def rows(self):
+        return [
+            Request(*(request if len(request) == 3 else (*request, request[1]))) for request in self.requests
+        ]
 
     def first_visible(self, position):
         """The lowest position that the query at `position` sees, by counting down to it."""
@@ -125,47 +142,28 @@ def build(case, layout, dtype, nan_arena, seed=0):
     def randn(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    (num_heads, num_kv_heads), (dim, dim_v) = case.heads, case.dims
-    requests = [(computed, queries, *keys) if keys else (computed, queries, queries)
-                for computed, queries, *keys in case.requests]  # fmt: skip
-    width = (
-        case.ring_blocks or max((computed for computed, _, _ in requests), default=0) // case.block_size + 1
-    )
-    num_blocks = len(requests) * width + 3
-    inner = (case.block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, case.block_size)
-    _, key_cache = nan_arena(num_blocks, *inner, dim, dtype=dtype)
-    _, value_cache = nan_arena(num_blocks, *inner, dim_v, dtype=dtype)
-    shuffled = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
-    table = torch.zeros(len(requests), width, dtype=torch.int32)
-
-    sequences = []
-    for row, (computed, queries, keys) in enumerate(requests):
-        sequence = randn(computed + keys, num_kv_heads, dim), randn(computed + keys, num_kv_heads, dim_v)
-        sequences.append(sequence)
-        # The pool keeps what a query of this step can see; blocks wholly before that are null.
-        for position in range(case.first_visible(max(computed + keys - queries, 0)), computed):
-            logical_block, offset = divmod(position, case.block_size)
-            column = logical_block % case.ring_blocks if case.ring_blocks else logical_block
-            if table[row, column] == 0:
-                table[row, column] = shuffled.pop()
-            block = int(table[row, column])
-            where = (block, offset) if layout == "NHD" else (block, slice(None), offset)
-            assert key_cache[where].isnan().all(), "the ring of this case is too small for its window"
-            key_cache[where], value_cache[where] = sequence[0][position], sequence[1][position]
-
-    def starts(lengths):
-        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
-
-    step = [
-        torch.cat([sequence[part][computed:] for sequence, (computed, _, _) in zip(sequences, requests, strict=True)]
-                  + [torch.full((case.num_padded_tokens, num_kv_heads, case.dims[part]), NAN, dtype=dtype)])
+    (num_heads, num_kv_heads), (dim, dim_v), rows = case.heads, case.dims, case.rows
+    sequences = [
+        (
+            randn(row.computed + row.keys, num_kv_heads, dim),
+            randn(row.computed + row.keys, num_kv_heads, dim_v),
+        )
+        for row in rows
+    ]
+    step_keys, step_values = (
+        torch.cat(
+            [
+                *(sequence[part][row.computed :] for sequence, row in zip(sequences, rows, strict=True)),
+                torch.full((case.num_padded_tokens, num_kv_heads, case.dims[part]), NAN, dtype=dtype),
+            ]
+        )
         for part in (0, 1)
-    ]  # fmt: skip
-    query = randn(sum(queries for _, queries, _ in requests) + case.num_padded_tokens, num_heads, dim)
+    )
+    has_other_keys = any(row.queries != row.keys for row in rows)
     options = {
-        "query_start_loc": starts([queries for _, queries, _ in requests]),
-        "num_computed_tokens": torch.tensor([computed for computed, _, _ in requests], dtype=torch.int32),
-        "kv_start_loc": starts([keys for _, _, keys in requests]),
+        "query_start_loc": _starts([row.queries for row in rows]),
+        "num_computed_tokens": torch.tensor([row.computed for row in rows], dtype=torch.int32),
+        "kv_start_loc": _starts([row.keys for row in rows]) if has_other_keys else None,
         "scale": dim**-0.5,
         "window": case.window,
         "chunk": case.chunk,
@@ -174,23 +172,50 @@ def build(case, layout, dtype, nan_arena, seed=0):
         "layout": layout,
         "ring_blocks": case.ring_blocks,
     }
-    if all(queries == keys for _, queries, keys in requests):
-        options["kv_start_loc"] = None
-    return Batch((query, *step, key_cache, value_cache, table), options, tuple(sequences))
+    query = randn(int(options["query_start_loc"][-1]) + case.num_padded_tokens, num_heads, dim)
+    pages = _write_history(case, layout, dtype, sequences, nan_arena, generator)
+    return Batch((query, step_keys, step_values, *pages), options, tuple(sequences))
+
+
+def _starts(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+def _write_history(case, layout, dtype, sequences, nan_arena, generator):
+    """Caches and a block table that hold what the pool would keep: what a query of this step can see."""
+    (_, num_kv_heads), (dim, dim_v), block_size = case.heads, case.dims, case.block_size
+    longest = max((row.computed for row in case.rows), default=0)
+    width = case.ring_blocks or longest // block_size + 1
+    num_blocks = len(case.rows) * width + 3
+    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+    _, key_cache = nan_arena(num_blocks, *inner, dim, dtype=dtype)
+    _, value_cache = nan_arena(num_blocks, *inner, dim_v, dtype=dtype)
+    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    table = torch.zeros(len(case.rows), width, dtype=torch.int32)
+    for request, row in enumerate(case.rows):
+        first_query = max(row.computed + row.keys - row.queries, 0)
+        for position in range(case.first_visible(first_query), row.computed):
+            logical_block, offset = divmod(position, block_size)
+            column = logical_block % case.ring_blocks if case.ring_blocks else logical_block
+            if table[request, column] == 0:
+                table[request, column] = free.pop()
+            block = int(table[request, column])
+            where = (block, offset) if layout == "NHD" else (block, slice(None), offset)
+            assert key_cache[where].isnan().all(), "the ring of this case is too small for its window"
+            key_cache[where], value_cache[where] = (part[position] for part in sequences[request])
+    return key_cache, value_cache, table
 
 
 def oracle(case, batch):
-    """Plain softmax attention in fp64 over each request's whole sequence, with a mask of what each query sees."""
+    """Plain softmax attention in fp64 over each request's whole sequence, masked by what each query sees."""
     query, options = batch.operands[0].double(), batch.options
     output = query.new_zeros(*query.shape[:2], case.dims[1])
     starts = options["query_start_loc"].tolist()
     for row, (keys, values) in enumerate(batch.sequences):
         tokens = slice(starts[row], starts[row + 1])
-        first_query = len(keys) - (tokens.stop - tokens.start)
-        mask = torch.tensor(
-            [[case.sees(q, k) for k in range(len(keys))] for q in range(first_query, len(keys))],
-            dtype=torch.bool,
-        ).view(-1, len(keys))
+        query_positions = range(len(keys) - (tokens.stop - tokens.start), len(keys))
+        sees = [case.sees(q, k) for q in query_positions for k in range(len(keys))]
+        mask = torch.tensor(sees, dtype=torch.bool).view(len(query_positions), len(keys))
         for head in range(query.shape[1]):
             kv_head = head * case.heads[1] // case.heads[0]
             scores = query[tokens, head] @ keys[:, kv_head].double().T * options["scale"]
@@ -455,6 +480,43 @@ def test_null_block_in_sight_is_no_key(queries, has_sinks, prepared, backend):
     assert_close(attend(batch, backend), attend(batch, "reference"), oracle(case, shorter))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gather_does_not_grow_with_the_pool(layout, nan_arena):
+    """The step reads the blocks it names: along the wrong dimension torch copies the whole cache first."""
+    token, table = torch.zeros(1, 2, 8), torch.tensor([[1, 2]], dtype=torch.int32)
+    allocated = []
+    for num_blocks in (4, 400):
+        _, pages = nan_arena(num_blocks, *((4, 2, 8) if layout == "NHD" else (2, 4, 8)))
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+            ops.paged_attention(
+                token,
+                token,
+                token,
+                pages,
+                pages,
+                table,
+                query_start_loc=torch.tensor([0, 1]),
+                num_computed_tokens=torch.tensor([7]),
+                scale=1.0,
+                layout=layout,
+                backend="torch",
+            )
+        allocated.append(sum(max(event.self_cpu_memory_usage, 0) for event in profile.events()))
+    assert allocated[0] == allocated[1] > 0
+
+
+@pytest.mark.parametrize("name", ["prefill, chunk and decode in one batch", "softcap", "sinks"])
+def test_a_call_outside_no_grad_runs(name, prepared, backend):
+    """Models are called plainly too: their keys then require grad, and what is gathered is written in place."""
+    batch, reference_output, truth = prepared(NAMED[name])
+    operands = [tensor.clone().requires_grad_() for tensor in batch.operands[:3]] + list(batch.operands[3:])
+    output = ops.paged_attention(*operands, **batch.options, backend=backend)
+    assert_close(output.detach(), reference_output, truth)
+
+
+_OPTIONS = {"query_start_loc": torch.tensor([0, 42]), "scale": 8**-0.5, "sinks": None}
+
+
 @cache
 def _sequence(length, num_kv_heads=2, num_heads=4, dim=8):
     generator = torch.Generator().manual_seed(length)
@@ -525,16 +587,13 @@ def _generate_in_chunks(lengths, case, nan_arena, backend):
     ids=lambda case: case.name,
 )
 def test_prompt_in_chunks_then_decode_equals_one_shot(size, case, nan_arena):
-    """A prompt of 30 tokens in chunks of 1 to 30, then 12 decode steps: the split of the work is not visible."""
+    """A prompt of 30 tokens in chunks of 1 to 30, then 12 decode steps: the split does not show."""
     lengths = [*[size] * (30 // size), *[30 % size] * (30 % size > 0), *[1] * 12]
     query, key, value = _sequence(42)
     whole = replace(case, requests=((0, 42),))
     truth = oracle(whole, Batch((query,), _OPTIONS, ((key, value),)))
     output = _generate_in_chunks(lengths, case, nan_arena, "torch")
     torch.testing.assert_close(output.double(), truth, atol=2e-6, rtol=0)
-
-
-_OPTIONS = {"query_start_loc": torch.tensor([0, 42]), "scale": 8**-0.5, "sinks": None}
 
 
 def test_reference_in_chunks_equals_one_shot(nan_arena):

@@ -31,10 +31,17 @@ def test_scatter_touches_its_slots_only(shape, backend, nan_arena, assert_same_b
 
 
 def test_what_is_gathered_is_a_copy(backend):
-    """A snapshot is read-only: a step that updates its state in place must not reach the slot it came from."""
+    """A snapshot is read-only: a step that updates its state in place must not reach the slot."""
     states = torch.ones(3, 2)
     ops.gather_states(states, torch.tensor([1, 2]), backend=backend).fill_(9.0)
     assert (states == 1).all()
+
+
+def test_no_gradient_flows_into_the_states(backend):
+    states = torch.zeros(3, 2)
+    values = torch.ones(1, 2, requires_grad=True)
+    ops.scatter_states(states, torch.tensor([1]), values, backend=backend)
+    assert not states.requires_grad and states[1].tolist() == [1, 1]
 
 
 def test_empty_batch(backend):

@@ -43,7 +43,7 @@ def test_write_touches_its_slots_only(
 
     ops.write_kv(key, value, key_cache, value_cache, slots, layout=layout, backend=backend)
 
-    # The same cells, found in the flat arena by hand: block stride, three cells of margin, then within the block.
+    # The same cells in the flat arena, by hand: block, three elements of margin, then the cell in the block.
     for token, slot in enumerate(slots.tolist()):
         if slot == -1:
             continue
@@ -68,6 +68,14 @@ def test_nothing_is_written(slots, layout, backend, caches, assert_same_bits):
     ops.write_kv(token, token, key_cache, value_cache, torch.tensor(slots), layout=layout, backend=backend)
     assert_same_bits(key_arena, before)
     assert_same_bits(value_arena, before)
+
+
+def test_no_gradient_flows_into_the_cache(layout, backend, caches):
+    """Else a model called outside `torch.no_grad` keeps the graph of every step alive."""
+    _, key_cache, _, value_cache = caches(4, 2, 8, 8)
+    token = torch.ones(1, 2, 8, requires_grad=True)
+    ops.write_kv(token, token, key_cache, value_cache, torch.tensor([5]), layout=layout, backend=backend)
+    assert not key_cache.requires_grad and not value_cache.requires_grad
 
 
 def test_no_tokens(layout, backend, caches):

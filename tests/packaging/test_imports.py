@@ -19,7 +19,7 @@ import pytest
 LAYERS = (
     "cli benchmarks examples",
     "engine parity testing",
-    "patch cache model_adapters",
+    "patching cache batch_plan model_adapters",
     "manager usage",
     "block_pool prefix_cache storage arena block_table page_index geometry",
     "ops",
@@ -37,7 +37,7 @@ ONLY_FROM = {"kernels": "ops"}
 
 LIBRARIES_ONLY_IN = {
     "triton": "kvgroups.kernels.*.triton_impl",
-    "transformers": "kvgroups.model_adapters* kvgroups.cache* kvgroups.patch* kvgroups.parity* "
+    "transformers": "kvgroups.model_adapters* kvgroups.cache* kvgroups.patching* kvgroups.parity* "
     "kvgroups.specs.infer kvgroups.specs.probe kvgroups.engine.sampling kvgroups.testing* kvgroups.cli* "
     "benchmarks* examples*",
 }

@@ -1,0 +1,48 @@
+"""The conditions that travel with every number."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import kvgroups
+from kvgroups.parity.report import Conditions
+
+
+def conditions(model: PreTrainedModel, seed: int) -> Conditions:
+    """Device, dtype, threads and versions of a check on `model`."""
+    device = str(model.device)
+    if model.device.type == "cuda":
+        device = f"{device} ({torch.cuda.get_device_name(model.device)})"
+    return Conditions(
+        device=device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        kvgroups=kvgroups.__version__,
+        commit=_commit(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        python=platform.python_version(),
+        seed=seed,
+    )
+
+
+def _commit() -> str | None:
+    root = Path(kvgroups.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,0 +1,186 @@
+"""What a parity check found, as frozen models that go to JSON and to a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kvgroups.errors import KVGroupsError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class ParityError(KVGroupsError, AssertionError):
+    """Tokens or logits changed; the message names model and workload."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Conditions(_Frozen):
+    """Under which the numbers of a report were measured."""
+
+    device: str
+    """Where model and caches were: "cpu", or "cuda:0" and the card's name."""
+    dtype: str
+    """Of the weights, "float32"."""
+    threads: int
+    """Threads that torch used for one operation."""
+    kvgroups: str
+    """Version of kvgroups."""
+    commit: str | None
+    """Commit of the checkout that ran, with "+" if files were changed; None outside a checkout."""
+    torch: str
+    """Version of torch."""
+    transformers: str
+    """Version of transformers."""
+    python: str
+    """Version of Python."""
+    seed: int
+    """Seeds random prompts and sampling."""
+
+
+class GroupSummary(_Frozen):
+    """One KV-cache group that the model ran on."""
+
+    name: str
+    """What the config calls the group."""
+    kind: str
+    """Kind of its spec: "full_attention", "sliding_window", "chunked_attention" or "mamba"."""
+    layers: tuple[int, ...]
+    """Cache layers in the group."""
+    span: int | None
+    """Tokens of the window or the chunk; None for the other kinds."""
+    block_size: int
+    """Tokens in a block; 1 in a state group, whose block is one request's states."""
+    slot_mapping: str
+    """How a token finds its slot: "paged", "ring", "token" or "none"."""
+    block_bytes: int
+    """Bytes of one block, all layers."""
+
+
+class WorkloadResult(_Frozen):
+    """One workload, run through eager and through kvgroups.
+
+    Logit differences are the largest absolute ones over all steps and the whole vocabulary, in float32.
+    """
+
+    name: str
+    """Short name, as `check_parity(workloads=...)` takes it."""
+    description: str
+    """What was run."""
+    outcome: Literal["passed", "failed"]
+    """Whether tokens and logits are those of the reference and all blocks came back."""
+    rows: int
+    """Answers compared."""
+    tokens: int
+    """New tokens of all rows."""
+    tokens_agree: int
+    """How many of them are the reference's choice; with sampling, those equal to eager's sample."""
+    near_ties: int
+    """Tokens that differ in low precision although eager itself cannot tell the two candidates apart."""
+    eager_tokens_agree: int | None
+    """How many tokens of eager's own cached run equal those of kvgroups; None if eager failed."""
+    reference: Literal["uncached", "cached"]
+    """What the logits were held against: one uncached forward of the unpadded row, or eager's cached decode
+    of the unpadded row, for models whose prefill and decode compute different things."""
+    max_logit_difference: float | None
+    """Between kvgroups and the reference; None if kvgroups failed to run."""
+    eager_logit_difference: float | None
+    """Between eager's own cached run and its uncached forward, up to where tokens part; None if eager failed."""
+    tolerance: float
+    """What `max_logit_difference` may be at most."""
+    kv_bytes: int
+    """Bytes of the blocks that kvgroups held at the workload's peak."""
+    eager_kv_bytes: int | None
+    """Bytes of all tensors in eager's caches at their largest, measured on the tensors; None if eager failed."""
+    seconds: float
+    """Wall time of kvgroups, one run."""
+    eager_seconds: float
+    """Wall time of eager, one run."""
+    notes: tuple[str, ...]
+    """What failed, and where eager's cached path is not what eager computes without a cache."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the outcome is "passed"."""
+        return self.outcome == "passed"
+
+
+class Speed(_Frozen):
+    """Both sides on the same ragged batch, medians of interleaved runs. Prompt processing is included."""
+
+    rows: int
+    """Prompts in the batch."""
+    tokens: int
+    """New tokens of one run, all rows."""
+    runs: int
+    """Runs of each side."""
+    tokens_per_second: float
+    """New tokens by wall time, kvgroups."""
+    eager_tokens_per_second: float
+    """New tokens by wall time, eager."""
+    cpu_seconds: float
+    """Process CPU time of one run, kvgroups."""
+    eager_cpu_seconds: float
+    """Process CPU time of one run, eager."""
+
+
+class ParityReport(_Frozen):
+    """What `check_parity` found for one model."""
+
+    model: str
+    """The model's name."""
+    architecture: str
+    """The model's class."""
+    parameters: int
+    """Weights, counted once."""
+    conditions: Conditions
+    """Under which all numbers were measured."""
+    groups: tuple[GroupSummary, ...]
+    """The KV-cache groups."""
+    eager_gap: float
+    """Largest logit difference between eager's own uncached forwards of one row in other batch sizes and
+    lengths: what rounding alone does. The tolerance is a multiple of it."""
+    workloads: tuple[WorkloadResult, ...]
+    """One result for each workload."""
+    speed: Speed | None
+    """Both speeds; None if a side could not run, or if it was not asked for."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every workload passed."""
+        return all(workload.passed for workload in self.workloads)
+
+    @property
+    def verdict(self) -> Literal["passed", "failed"]:
+        """The same as a word."""
+        return "passed" if self.passed else "failed"
+
+    def workload(self, name: str) -> WorkloadResult:
+        """The result of the workload called `name`; KeyError if it did not run."""
+        return {workload.name: workload for workload in self.workloads}[name]
+
+    def raise_for_failure(self) -> None:
+        """Do nothing if the check passed.
+
+        Raises:
+            ParityError: naming the model and each workload that failed, with what was seen.
+        """
+        failed = [f"{w.name} ({'; '.join(w.notes)})" for w in self.workloads if not w.passed]
+        if failed:
+            raise ParityError(f"{self.model}: kvgroups and eager part in {', '.join(failed)}")
+
+    def __rich__(self) -> RenderableType:
+        from kvgroups.parity.render import render_report
+
+        return render_report(self)
+
+    def render(self, width: int = 100) -> str:
+        """The report as plain text, `width` columns wide."""
+        from kvgroups.parity.render import as_text
+
+        return as_text(self, width)

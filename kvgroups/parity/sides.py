@@ -1,0 +1,237 @@
+"""The two ways through one model, behind one interface: eager Hugging Face, and kvgroups."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvgroups.cache import GroupedCache
+from kvgroups.patching import Patch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer: what was asked, what was chosen, and the logits that it was chosen from."""
+
+    prompt: tuple[int, ...]
+    """Every token before the first new one, padding not among them."""
+    answer: tuple[int, ...]
+    """The new tokens."""
+    logits: torch.Tensor
+    """(len(answer), vocab_size), float32: raw logits of each step."""
+    pieces: tuple[int, ...]
+    """How the prompt reached the cache: tokens of each forward, in order."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one call of `generate` gave, padding included."""
+
+    rows: list[Row]
+    sequences: torch.Tensor
+    """(rows, columns), int64: prompts and answers, left-padded."""
+    mask: torch.Tensor
+    """(rows, prompt columns), int64: 1 where a prompt token is real."""
+    cache: Any
+
+
+class Side:
+    """Runs a model one way and notes the most bytes that its caches held.
+
+    Args:
+        model: the model, whose `generation_config` decides nothing.
+        filler: token id to pad with.
+    """
+
+    def __init__(self, model: PreTrainedModel, filler: int) -> None:
+        self.model = model
+        self.filler = filler
+        self.parameters = set(inspect.signature(type(model).forward).parameters)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be the way that the model goes while inside, and count `kv_bytes` from zero."""
+        raise NotImplementedError
+
+    @property
+    def kv_bytes(self) -> int:
+        """The most bytes that caches held since `running` was entered last."""
+        raise NotImplementedError
+
+    def new_cache(self) -> Any:
+        """A cache for a loop by hand; None for the one that the model makes itself."""
+        raise NotImplementedError
+
+    def saw_cache(self, cache: Any) -> None:
+        """Note a cache when it is at its largest."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_new: int,
+        *,
+        width: int = 0,
+        previous: Generated | None = None,
+        **options: Any,
+    ) -> Generated:
+        """`model.generate` on a left-padded batch.
+
+        Args:
+            prompts: rows of token ids; with `previous`, what each row adds to it, all of one length.
+            num_new: tokens to answer, exactly.
+            width: columns to pad to at least.
+            previous: an earlier turn whose cache is used on.
+            **options: more arguments of `generate`.
+        """
+        ids, mask = self._batch(prompts, max(width, *map(len, prompts)), left=True)
+        if previous is not None:
+            answered = previous.sequences.shape[1] - previous.mask.shape[1]
+            past = torch.cat([previous.mask, torch.ones_like(previous.sequences[:, :answered])], dim=1)
+            ids, mask = torch.cat([previous.sequences, ids], dim=1), torch.cat([past, mask], dim=1)
+            options["cache"] = previous.cache
+        output = self.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=num_new,
+            use_cache=True,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{"do_sample": False, **options},
+        )
+        self.saw_cache(output.cache)
+        logits = torch.stack(output.logits, dim=1)
+        mask = mask.repeat_interleave(len(output.sequences) // len(mask), dim=0)
+        asked = output.sequences[:, : ids.shape[1]]
+        answers = output.sequences[:, ids.shape[1] :].tolist()
+        rows = []
+        for index, answer in enumerate(answers):
+            prompt = tuple(asked[index][mask[index].bool()].tolist())
+            pieces = (len(prompt),)
+            if previous is not None:  # the last token of an answer is fed with what comes after it
+                before = previous.rows[index]
+                fed = len(before.prompt) + len(before.answer) - 1
+                pieces = (*before.pieces, *(1 for _ in before.answer[1:]), len(prompt) - fed)
+            rows.append(Row(prompt, tuple(answer), logits[index], pieces))
+        return Generated(rows, output.sequences, mask, output.cache)
+
+    @torch.no_grad()
+    def decode_by_hand(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[Row]:
+        """Prefill a right-padded batch through `model(...)`, then decode from each row's last real token."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
+        ids, mask = self._batch(prompts, int(lengths.max()), left=False)
+        cache = self.new_cache()
+        output = self._forward(cache, input_ids=ids, attention_mask=mask)
+        logits = [output.logits[torch.arange(len(prompts), device=ids.device), lengths - 1].float()]
+        tokens = [logits[-1].argmax(-1)]
+        while len(tokens) < num_new:
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            inputs = {"input_ids": tokens[-1][:, None], "attention_mask": mask}
+            if "position_ids" in self.parameters:
+                inputs["position_ids"] = (lengths + len(tokens) - 1)[:, None]
+            output = self._forward(output.cache, **inputs)
+            logits.append(output.logits[:, -1].float())
+            tokens.append(logits[-1].argmax(-1))
+        self.saw_cache(output.cache)
+        answers, steps = torch.stack(tokens, dim=1).tolist(), torch.stack(logits, dim=1)
+        return [
+            Row(tuple(prompt), tuple(answers[row]), steps[row], (len(prompt),))
+            for row, prompt in enumerate(prompts)
+        ]
+
+    def _forward(self, cache: Any, **inputs: Any) -> Any:
+        if cache is not None:
+            inputs["cache"] = cache
+        return self.model(**inputs, use_cache=True, return_dict=True)
+
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], width: int, *, left: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.full((len(prompts), width), self.filler)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            columns = slice(width - len(prompt), width) if left else slice(0, len(prompt))
+            ids[row, columns] = torch.tensor(prompt)
+            mask[row, columns] = 1
+        return ids.to(self.model.device), mask.to(self.model.device)
+
+
+class EagerSide(Side):
+    """The model as Hugging Face runs it, with the cache that it makes itself."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._kv_bytes = 0
+        yield
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv_bytes
+
+    def new_cache(self) -> Any:
+        return None
+
+    def saw_cache(self, cache: Any) -> None:
+        self._kv_bytes = max(self._kv_bytes, cache_bytes(cache))
+
+
+class PagedSide(Side):
+    """The model on block tables.
+
+    Args:
+        model: the model, not patched.
+        filler: token id to pad with.
+        patch: puts the model on block tables and takes it off.
+    """
+
+    def __init__(self, model: PreTrainedModel, filler: int, patch: Patch) -> None:
+        super().__init__(model, filler)
+        self.patch = patch
+        self.manager = patch.context.manager
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.manager.reset_peak()
+        self.patch.install()
+        try:
+            yield
+        finally:
+            self.patch.remove()
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.manager.usage().peak_held_bytes
+
+    def new_cache(self) -> GroupedCache:
+        return GroupedCache(self.model)
+
+    def held_bytes(self) -> int:
+        """Bytes that are still held, once caches that nobody refers to are gone."""
+        if self.manager.usage().held_bytes:
+            gc.collect()
+        return self.manager.usage().held_bytes
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors in a transformers cache: keys, values and states, padding included.
+
+    Counted by what a tensor spans, not by what its storage keeps alive: a window that is a slice of a longer
+    tensor counts as the slice.
+    """
+    seen: dict[int, torch.Tensor] = {}
+    waiting = [vars(layer) for layer in cache.layers]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            seen[id(value)] = value
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return sum(tensor.numel() * tensor.element_size() for tensor in seen.values())

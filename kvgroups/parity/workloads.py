@@ -1,0 +1,170 @@
+"""What is run through both sides: each workload is a habit of callers, or an edge where caches go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvgroups.parity.prompts import Prompts
+from kvgroups.parity.sides import Row, Side
+from kvgroups.specs import ChunkedAttentionSpec, KVGroupsConfig, SlidingWindowSpec
+
+_BATCH_SIZE = 8
+"""Prompts of one padded batch at most; more are run in several."""
+
+_SHORT_ANSWER = 12
+"""New tokens where the prompt is what matters."""
+
+_SMALL_WINDOW = 64
+"""Up to this many tokens every edge of a window is tried; above, one prompt that is longer."""
+
+_BEYOND_WINDOW = 190
+"""Tokens by which the prompt exceeds a window that is not small: 700 or so for a window of 512."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the workloads need to know of a model and of the caller's wishes."""
+
+    prompts: Prompts
+    num_new: int
+    seed: int
+    edge: int
+    """The tokens around which prompts get long: the window, the chunk, or the block where there is neither."""
+    edge_name: str
+    """"window", "chunk" or "block"."""
+    block_size: int
+    """Tokens in the smallest block of a group that stores tokens; 4 where all groups are states."""
+    long_lengths: tuple[int, ...]
+    """Lengths of the long prompts."""
+    chunk_sizes: tuple[int, ...]
+    """Prefill chunks to cut the longest of them into."""
+    batch_size: int
+
+    @property
+    def num_few(self) -> int:
+        """New tokens where the prompt is what matters."""
+        return min(self.num_new, _SHORT_ANSWER)
+
+    def batches(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """The prompts in batches."""
+        rows = self.prompts.rows
+        for start in range(0, len(rows), self.batch_size):
+            yield rows[start : start + self.batch_size]
+
+
+def make_plan(config: KVGroupsConfig, prompts: Prompts, num_new: int, seed: int, max_prompt_len: int) -> Plan:
+    """Lengths and chunk sizes that straddle this config's windows and blocks."""
+    edge, edge_name = _edge(config)
+    block_size = min((group.block_size for group in config.groups if not group.is_state), default=4)
+    if edge <= _SMALL_WINDOW:
+        lengths = (edge - 1, edge, edge + 1, 2 * edge + 3)
+        chunks = (3, block_size, edge, edge + 1)
+    else:
+        lengths = (edge + _BEYOND_WINDOW,)
+        chunks = (edge // 2 + 1, edge)
+    longest = min(max_prompt_len, config.max_model_len - 1 - num_new)
+    lengths = tuple(sorted({min(length, longest) for length in lengths if length > 0}))
+    return Plan(
+        prompts=prompts,
+        num_new=num_new,
+        seed=seed,
+        edge=edge,
+        edge_name=edge_name,
+        block_size=block_size,
+        long_lengths=lengths,
+        chunk_sizes=tuple(sorted({size for size in chunks if 1 < size < lengths[-1]})) or (1,),
+        batch_size=min(_BATCH_SIZE, config.max_num_reqs),
+    )
+
+
+def _edge(config: KVGroupsConfig) -> tuple[int, str]:
+    spans = [
+        (group.spec.sliding_window, "window") if isinstance(group.spec, SlidingWindowSpec) else (group.spec.chunk_size, "chunk")
+        for group in config.groups
+        if isinstance(group.spec, SlidingWindowSpec | ChunkedAttentionSpec)
+    ]
+    blocks = [(group.block_size, "block") for group in config.groups if not group.is_state]
+    return max(spans or blocks or [(16, "block")])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing to run through both sides."""
+
+    name: str
+    describe: Callable[[Plan], str]
+    run: Callable[[Side, Plan], list[Row]]
+    """Runs one side and returns its answers, in an order that both sides share."""
+    is_sampled: bool = False
+    """Whether tokens are drawn, so that they are held against eager's draw with the same seed."""
+
+
+def _single(side: Side, plan: Plan) -> list[Row]:
+    return side.generate(plan.prompts.rows[:1], plan.num_new).rows
+
+
+def _ragged(side: Side, plan: Plan) -> list[Row]:
+    return [row for batch in plan.batches() for row in side.generate(batch, plan.num_new).rows]
+
+
+def _left_padded(side: Side, plan: Plan) -> list[Row]:
+    prompt = plan.prompts.rows[0]
+    return side.generate([prompt], plan.num_few, width=len(prompt) + 5).rows
+
+
+def _right_padded(side: Side, plan: Plan) -> list[Row]:
+    return [row for batch in plan.batches() for row in side.decode_by_hand(batch, plan.num_few)]
+
+
+def _long(side: Side, plan: Plan) -> list[Row]:
+    lengths = plan.long_lengths
+    return [row for length in lengths for row in side.generate([plan.prompts.long(length)], plan.num_few).rows]
+
+
+def _chunks(side: Side, plan: Plan) -> list[Row]:
+    prompt = plan.prompts.long(plan.long_lengths[-1])
+    rows = []
+    for size in plan.chunk_sizes:
+        row = side.generate([prompt], plan.num_few, prefill_chunk_size=size).rows[0]
+        pieces = (*(size for _ in range(len(prompt) // size)), len(prompt) % size)
+        rows.append(replace(row, pieces=tuple(piece for piece in pieces if piece)))
+    return rows
+
+
+def _second_turn(side: Side, plan: Plan) -> list[Row]:
+    first = side.generate(plan.prompts.rows[:2], plan.num_few)
+    added = [plan.prompts.long(5 + row)[row:] for row in range(len(first.rows))]
+    return side.generate(added, plan.num_few, previous=first).rows
+
+
+def _samples(side: Side, plan: Plan) -> list[Row]:
+    torch.manual_seed(plan.seed)
+    return side.generate(plan.prompts.rows[:2], plan.num_few, do_sample=True, num_return_sequences=2).rows
+
+
+def _in_a_row(side: Side, plan: Plan) -> list[Row]:
+    return [row for prompt in plan.prompts.rows for row in side.generate([prompt], plan.num_few).rows]
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("single", lambda plan: "single prompt", _single),
+        Workload("ragged", lambda plan: "ragged batch, left-padded", _ragged),
+        Workload("left-padded", lambda plan: "batch of one, left-padded", _left_padded),
+        Workload("right-padded", lambda plan: "right-padded, by hand", _right_padded),
+        Workload("long", lambda plan: f"{_some(plan.long_lengths)} tokens ({plan.edge_name} {plan.edge})", _long),
+        Workload("chunks", lambda plan: f"prefill by {_some(plan.chunk_sizes)}", _chunks),
+        Workload("second-turn", lambda plan: "second turn, same cache", _second_turn),
+        Workload("samples", lambda plan: "samples, one seed", _samples, is_sampled=True),
+        Workload("in-a-row", lambda plan: "prompts one by one", _in_a_row),
+    )
+}
+"""Every workload by name, in the order in which they run."""
