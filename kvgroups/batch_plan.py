@@ -126,8 +126,6 @@ def merge_outputs(
     Raises:
         UnsupportedCallError: naming an output that cannot be put together by row and column.
     """
-    if not outputs:
-        raise UnsupportedCallError("attention_mask: hides every token of the batch; feed at least one")
     if passes[0].columns is None:
         return outputs[0]
     kept = _kept_columns(inputs.get("logits_to_keep", 0), num_columns)

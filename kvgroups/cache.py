@@ -247,7 +247,11 @@ class GroupedCache(Cache):
         except BaseException:
             self._recover(was_empty, num_done=len(outputs))
             raise
-        output = merge_outputs(outputs, passes, inputs, batch_size, columns)
+        if outputs:
+            output = merge_outputs(outputs, passes, inputs, batch_size, columns)
+        else:  # nothing but padding, as the first chunk of a padded prompt may be: shapes are all that is asked of it
+            output = model_forward(**{**inputs, "cache": None, "use_cache": False})
+            output["cache"] = self
         self._remember(inputs.get("input_ids"), is_real)
         return output
 

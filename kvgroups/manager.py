@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,6 +32,8 @@ class Request:
     tables: MultiGroupBlockTable
     row: int
     num_computed_tokens: int = 0
+    num_allocated_tokens: int = 0
+    """Tokens that `allocate` has provided for; more than are computed only while a step runs."""
     is_live: bool = True
 
 
@@ -105,8 +110,14 @@ class Manager:
     # Requests
 
     def open(self, tables: MultiGroupBlockTable, row: int) -> Request:
-        """A new request without blocks, in an empty `row` of `tables`."""
+        """A new request without blocks, in an empty `row` of `tables`.
+
+        Raises:
+            KVGroupsError: the row belongs to another request.
+            ShapeError: no such row.
+        """
         with self._lock:
+            self._check_vacant(tables, row)
             request = Request(tables, row)
             self._requests.add(request)
             return request
@@ -116,6 +127,7 @@ class Manager:
 
         Blocks that no query from now on can see are given up first, so they can serve the new tokens.
         New tokens that no later query can see get no block; their table entry is the null block.
+        `advance` or `cancel` ends the step, before the next `allocate`.
 
         Args:
             requests: requests of this manager, each once.
@@ -124,11 +136,12 @@ class Manager:
         Raises:
             OutOfBlocksError: naming the group, the need and what there is.
             ShapeError: a negative count, or more tokens than `max_model_len`.
-            KVGroupsError: a request that was freed.
+            KVGroupsError: a request that was freed, or whose last step was neither advanced nor cancelled.
         """
         with self._lock:
             for request, count in zip(requests, num_new_tokens, strict=True):
                 self._check_request(request, count)
+                self._check_step(request, 0)
             plans = {
                 name: [
                     self._growth(group, request, count)
@@ -148,11 +161,21 @@ class Manager:
                     self._apply_release(group, request, plan)
                 for request, plan in zip(requests, plans[name], strict=True):
                     self._apply_append(group, request, plan)
+            for request, count in zip(requests, num_new_tokens, strict=True):
+                request.num_allocated_tokens += count
             self._peak_held_bytes = max(self._peak_held_bytes, self._held_bytes())
 
     def advance(self, requests: Sequence[Request], num_new_tokens: Sequence[int]) -> None:
-        """Count tokens as computed, after the forward that wrote them."""
+        """Count tokens as computed, after the forward that wrote them.
+
+        A window keeps what a query after all of the step's tokens can see, so a step is counted whole.
+
+        Raises:
+            KVGroupsError: a count that is not what `allocate` was given; nothing is counted.
+        """
         with self._lock:
+            for request, count in zip(requests, num_new_tokens, strict=True):
+                self._check_step(request, count)
             for request, count in zip(requests, num_new_tokens, strict=True):
                 request.num_computed_tokens += count
 
@@ -164,7 +187,9 @@ class Manager:
                     keep = self._num_logical_blocks(group, request.num_computed_tokens)
                     blocks = self._row_blocks(group, request)
                     group.pool.free(blocks[keep:])
-                    request.tables[group.config.name].truncate_row(request.row, min(keep, len(blocks)))
+                    request.tables[group.config.name].truncate_row(request.row, keep)
+            for request in requests:
+                request.num_allocated_tokens = request.num_computed_tokens
 
     def free(self, request: Request) -> None:
         """Give up all blocks of a request. A request can be freed once."""
@@ -183,13 +208,17 @@ class Manager:
         running states are copied.
 
         Raises:
-            OutOfBlocksError: if the copies do not fit; nothing is changed.
+            OutOfBlocksError: if the copies do not fit.
+            KVGroupsError: the row belongs to another request, or `request` was freed or is in the middle of a
+                step. Whatever is raised, nothing is changed.
         """
         with self._lock:
             self._check_request(request, 0)
+            self._check_step(request, 0)
+            self._check_vacant(tables, row)
             copies = {name: self._private_columns(group, request) for name, group in self._groups.items()}
             self._make_room({name: len(columns) for name, columns in copies.items()})
-            child = Request(tables, row, request.num_computed_tokens)
+            child = Request(tables, row, request.num_computed_tokens, request.num_allocated_tokens)
             rows = {}
             for name, group in self._groups.items():
                 blocks = self._row_blocks(group, request).copy()
@@ -209,23 +238,34 @@ class Manager:
     # Limits and accounts
 
     def check_fits(
-        self, num_requests: int, prompt_len: int, max_len: int, chunk_size: int | None = None
+        self,
+        num_requests: int,
+        prompt_len: int,
+        max_len: int,
+        chunk_size: int | None = None,
+        padding: Sequence[int] = (),
     ) -> None:
         """Refuse what can never fit, with the arithmetic that `allocate` uses, before anything is taken.
 
         Args:
             num_requests: requests that run side by side.
             prompt_len: tokens of the longest prompt.
-            max_len: tokens of prompt and answer together.
+            max_len: tokens of the longest prompt and its answer, as far as they are computed.
             chunk_size: tokens of one prefill step; None for the whole prompt at once.
+            padding: how many tokens each prompt is shorter than the longest, padded on the left; empty if none
+                is. A shorter prompt can need more of a window: it may end elsewhere in its block.
 
         Raises:
             OutOfBlocksError: naming the group, the need and what there is.
         """
         if self.config.memory is None:
             return
+        pads = Counter(padding or [0] * num_requests)
         need = {
-            name: num_requests * self._peak_blocks(group, prompt_len, max_len, chunk_size)
+            name: sum(
+                count * self._peak_blocks(group, prompt_len, max_len, chunk_size, pad)
+                for pad, count in pads.items()
+            )
             for name, group in self._groups.items()
         }
         for name, group in self._groups.items():
@@ -259,25 +299,18 @@ class Manager:
             self._peak_held_bytes = self._held_bytes()
 
     def check(self) -> None:
-        """Hold every block's owners against the tables.
+        """Hold every block's owners against the tables, and every row against its request.
 
         Raises:
-            KVGroupsError: naming block and group, if a block is in more or fewer rows than it has owners, or
-                if a row reaches past its request.
+            KVGroupsError: naming the group and the block or row, if a block is in more or fewer rows than it
+                has owners, if owned, free and null blocks are not all there are, if a row reaches past its
+                request, or if a block that its next query sees is null.
         """
         with self._lock:
-            for name, group in self._groups.items():
-                uses = np.zeros(group.pool.num_blocks, dtype=np.int64)
+            for group in self._groups.values():
+                self._check_owners(group)
                 for request in self._requests:
-                    np.add.at(uses, self._row_blocks(group, request), 1)
-                uses[NULL_BLOCK_ID] = 0
-                wrong = np.flatnonzero(uses != group.pool.references)
-                if len(wrong):
-                    block_id = int(wrong[0])
-                    raise KVGroupsError(
-                        f"group {name!r}: block {block_id} is in {uses[block_id]} rows and has "
-                        f"{group.pool.references[block_id]} owners"
-                    )
+                    self._check_row(group, request)
 
     # Arithmetic: what a request of some length holds
 
@@ -324,15 +357,16 @@ class Manager:
         had, hidden = self._num_logical_blocks(group, computed), self._num_hidden_blocks(group, computed)
         return max(0, had - hidden) + self._blocks_for(group, computed, count).num_new()
 
-    def _peak_blocks(self, group: _Group, prompt_len: int, max_len: int, chunk_size: int | None) -> int:
+    def _peak_blocks(
+        self, group: _Group, prompt_len: int, max_len: int, chunk_size: int | None, pad: int
+    ) -> int:
         chunk = chunk_size or max(1, prompt_len)
-        starts = range(0, prompt_len, chunk)
-        peak = max(
-            (self._num_held(group, start, min(chunk, prompt_len - start)) for start in starts), default=0
-        )
-        # Decoding repeats itself after a block, or after a chunk of chunked attention: look at the last period.
-        period = max(group.config.block_size, getattr(group.config.spec, "chunk_size", 0))
-        decodes = range(max(prompt_len, max_len - period), max_len)
+        ends = [max(0, column - pad) for column in (*range(0, prompt_len, chunk), prompt_len)]
+        peak = max((self._num_held(group, start, stop - start) for start, stop in pairwise(ends)), default=0)
+        # Decoding repeats itself where a block edge meets the edge of an attention chunk: look at the last period.
+        # Chunks of 5 on blocks of 3 need 2, 3, 2 blocks, 2, 3, 2, ...
+        period = math.lcm(group.config.block_size, getattr(group.config.spec, "chunk_size", 1))
+        decodes = range(max(prompt_len, max_len - period) - pad, max_len - pad)
         return max([peak, *(self._num_held(group, computed, 1) for computed in decodes)])
 
     def _private_columns(self, group: _Group, request: Request) -> list[int]:
@@ -380,6 +414,60 @@ class Manager:
                 f"request of {request.num_computed_tokens + count} tokens: max_model_len is {self.config.max_model_len}; "
                 "patch the model with a config whose max_model_len is larger"
             )
+
+    def _check_step(self, request: Request, count: int) -> None:
+        allocated = request.num_allocated_tokens - request.num_computed_tokens
+        if allocated != count:
+            raise KVGroupsError(
+                f"the request in row {request.row} has blocks for a step of {allocated} tokens, expected {count}; "
+                "advance by what was allocated, or cancel, before the next step"
+            )
+
+    def _check_vacant(self, tables: MultiGroupBlockTable, row: int) -> None:
+        for name in self._groups:
+            tables[name].check_rows(row)
+        if any(request.tables is tables and request.row == row for request in self._requests):
+            raise KVGroupsError(f"row {row} belongs to another request; free that first, or take an empty row")
+
+    def _check_owners(self, group: _Group) -> None:
+        name, pool = group.config.name, group.pool
+        uses = np.zeros(pool.num_blocks, dtype=np.int64)
+        for request in self._requests:
+            np.add.at(uses, self._row_blocks(group, request), 1)
+        uses[NULL_BLOCK_ID] = 0
+        wrong = np.flatnonzero(uses != pool.references)
+        if len(wrong):
+            block_id = int(wrong[0])
+            raise KVGroupsError(
+                f"group {name!r}: block {block_id} is in {uses[block_id]} rows and has "
+                f"{pool.references[block_id]} owners"
+            )
+        owned = np.count_nonzero(pool.references)
+        if not owned + pool.num_free + 1 == pool.num_blocks == group.storage.num_blocks:
+            raise KVGroupsError(
+                f"group {name!r}: {owned} owned, {pool.num_free} free and 1 null block of {pool.num_blocks}, "
+                f"with bytes for {group.storage.num_blocks}"
+            )
+
+    def _check_row(self, group: _Group, request: Request) -> None:
+        where = f"group {group.config.name!r}: row {request.row}"
+        blocks = self._row_blocks(group, request)
+        expected = self._num_logical_blocks(group, request.num_allocated_tokens)
+        if len(blocks) != expected:
+            raise KVGroupsError(
+                f"{where} has {len(blocks)} blocks, expected {expected} for {request.num_allocated_tokens} tokens"
+            )
+        if request.tables[group.config.name].table[request.row, expected:].any():
+            raise KVGroupsError(f"{where} names blocks behind its {expected} blocks")
+        for num_tokens in (request.num_computed_tokens, request.num_allocated_tokens):
+            needed = range(
+                self._num_hidden_blocks(group, num_tokens), self._num_logical_blocks(group, num_tokens)
+            )
+            for column in needed:
+                if blocks[column] == NULL_BLOCK_ID:
+                    raise KVGroupsError(
+                        f"{where} has the null block at column {column}, which a query after {num_tokens} tokens sees"
+                    )
 
     # Memory
 

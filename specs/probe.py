@@ -293,7 +293,9 @@ class _Watcher:
         for index, (stored_key, stored_value) in self.stored.items():
             if key is stored_key:
                 return index, value is stored_value
-        return self.waiting, False
+        if self.waiting is not None and key.shape[2] == self.stored[self.waiting][0].shape[2]:
+            return self.waiting, False  # the whole sequence, transformed
+        return None, False
 
     def _check_arguments(self, facts: LayerFacts, module: Any, kwargs: dict[str, Any]) -> None:
         for name in _UNSERVED_ATTENTION_ARGUMENTS:

@@ -135,14 +135,16 @@ def _chunks(side: Side, plan: Plan) -> list[Row]:
 
 
 def _second_turn(side: Side, plan: Plan) -> list[Row]:
-    first = side.generate(plan.prompts.rows[:2], plan.num_few)
+    first = side.generate(plan.prompts.rows[: min(2, plan.batch_size)], plan.num_few)
     added = [plan.prompts.long(5 + row)[row:] for row in range(len(first.rows))]
     return side.generate(added, plan.num_few, previous=first).rows
 
 
 def _samples(side: Side, plan: Plan) -> list[Row]:
     torch.manual_seed(plan.seed)
-    return side.generate(plan.prompts.rows[:2], plan.num_few, do_sample=True, num_return_sequences=2).rows
+    samples = min(2, plan.batch_size)
+    prompts = plan.prompts.rows[: plan.batch_size // samples][:2]
+    return side.generate(prompts, plan.num_few, do_sample=True, num_return_sequences=samples).rows
 
 
 def _in_a_row(side: Side, plan: Plan) -> list[Row]:

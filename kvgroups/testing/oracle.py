@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 
 @torch.no_grad()
@@ -32,3 +34,29 @@ def poison_free_blocks(model: PreTrainedModel) -> None:
         references = context.manager.pool(group.name).references
         free = [block_id for block_id, count in enumerate(references) if count == 0]
         context.manager.storage(group.name).fill(free, 0xFF)
+
+
+@torch.no_grad()
+def cached_logits(model: PreTrainedModel, token_ids: list[int], prompt_len: int) -> torch.Tensor:
+    """What transformers' own cache gives: the prompt in one forward, then one token at a time.
+
+    For models whose prefill and decode differ by design (Zamba2 and Nemotron-H floor dt in prefill only), where
+    one uncached forward is not what decoding should give.
+
+    Args:
+        model: patched or not; a forward with another cache than ours is never changed.
+        token_ids: (num_tokens,), the row.
+        prompt_len: tokens of the first forward.
+
+    Returns:
+        (num_tokens, vocab_size), the model's logits dtype.
+    """
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    logits = []
+    for start, stop in [(0, prompt_len), *((at, at + 1) for at in range(prompt_len, len(token_ids)))]:
+        ids = torch.tensor([token_ids[start:stop]], device=model.device)
+        positions = torch.arange(start, stop, device=model.device)[None]
+        accepts = "position_ids" in inspect.signature(model.forward).parameters
+        extra = {"position_ids": positions} if accepts else {}
+        logits.append(model(input_ids=ids, cache=cache, **extra).logits[0])
+    return torch.cat(logits)

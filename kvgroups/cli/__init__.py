@@ -1,0 +1,20 @@
+"""The command line: one file for each command. Importing it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import typer
+
+from kvgroups.cli.config import config
+from kvgroups.cli.parity import parity
+from kvgroups.cli.version import version
+
+app = typer.Typer(
+    name="kvgroups",
+    help="Grouped paged KV caches for Hugging Face causal language models, and proof that tokens do not change.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (parity, config, version):
+    app.command()(command)
+
+__all__ = ["app"]

@@ -1,0 +1,174 @@
+"""Whether kvgroups computed what the model computes: tokens, logits, and what eager did meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvgroups.parity.oracle import Oracle, max_difference
+from kvgroups.parity.sides import Row
+
+TOLERANCE = 8.0
+"""How many of eager's own gaps the logits may move.
+
+The gap is what rounding alone does between eager's forwards of the same row in other shapes. Eager's own cached
+decode is off its uncached forward by 1 to 3 of them on healthy models, and so is kvgroups; the smallest fault
+that tests plant, 1e-2 in one state, is off by hundreds.
+"""
+
+_LEAST_GAP = 2.0
+"""Least gap that is believed, in units of the dtype's epsilon at the largest logit: a few forwards can agree
+to the last bit by luck."""
+
+_EXACT_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass
+class Finding:
+    """What became of one workload."""
+
+    tokens: int = 0
+    tokens_agree: int = 0
+    near_ties: int = 0
+    eager_tokens_agree: int | None = None
+    reference: Literal["uncached", "cached"] = "uncached"
+    difference: float = 0.0
+    eager_difference: float | None = None
+    failures: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+class Judge:
+    """Holds answers against the oracle.
+
+    In float32 every token must be the reference's choice. In lower precision a token may differ where the
+    reference's own margin between the two candidates is below eager's gap. In both, logits must stay within
+    `tolerance` of the reference at every step.
+
+    The reference is one uncached forward of the unpadded row. Some models floor a time step in prefill but not
+    in decode, so that their cached decode is not their uncached forward, by design: if kvgroups is off the
+    uncached forward, and eager's plain cached decode of the unpadded row is too, kvgroups is held against that.
+    Prompts that reached the cache in pieces are only excused so if eager takes pieces without an error of its
+    own, which Mamba-1 models of transformers do not.
+
+    Args:
+        oracle: of the model.
+        probe: a row with an answer, which the gap is measured on.
+        dtype: of the model.
+    """
+
+    def __init__(self, oracle: Oracle, probe: Row, dtype: torch.dtype) -> None:
+        self.oracle = oracle
+        self.probe = probe
+        scale = oracle.uncached(probe).nan_to_num(posinf=0, neginf=0).abs().max().item()
+        self.gap = max(oracle.gap(probe), _LEAST_GAP * torch.finfo(dtype).eps * scale)
+        self.tolerance = TOLERANCE * self.gap
+        self.is_exact = dtype in _EXACT_DTYPES
+        self._continues_exactly: bool | None = None
+
+    def judge(self, ours: Sequence[Row], eager: Sequence[Row] | None, *, is_sampled: bool) -> Finding:
+        """Compare one workload's answers.
+
+        Args:
+            ours: what kvgroups answered.
+            eager: what eager answered to the same; None if it failed.
+            is_sampled: whether tokens were drawn, so that eager's draw is what they must equal.
+        """
+        finding = Finding(tokens=sum(len(row.answer) for row in ours))
+        eager_is_off = self._watch_eager(finding, ours, eager)
+        for index, row in enumerate(ours):
+            reference = self._reference(finding, row)
+            difference = max_difference(row.logits, reference)
+            finding.difference = max(finding.difference, difference)
+            if not difference <= self.tolerance:
+                finding.failures.append(
+                    f"row {index}: logits off by {difference:.1e}, allowed {self.tolerance:.1e}"
+                )
+            if is_sampled:
+                drawn = eager[index].answer if eager is not None and not eager_is_off else row.answer
+                self._compare_samples(finding, index, row, drawn)
+            else:
+                self._compare_choices(finding, index, row, reference)
+        if finding.reference == "cached":
+            finding.remarks.insert(
+                0,
+                "eager's cached decode is off its own uncached forward; kvgroups follows the cached one"
+                + ("" if finding.eager_difference is None else f" (by {finding.eager_difference:.1e})"),
+            )
+        return finding
+
+    def _reference(self, finding: Finding, row: Row) -> torch.Tensor:
+        uncached = self.oracle.uncached(row)
+        if max_difference(row.logits, uncached) <= self.tolerance:
+            return uncached
+        if len(row.pieces) > 1 and not self._may_continue():
+            return uncached
+        try:
+            cached = self.oracle.cached(row)
+        except Exception:  # no cached decode to follow: the uncached forward stands
+            return uncached
+        if max_difference(row.logits, cached) > self.tolerance:
+            return uncached
+        finding.reference = "cached"
+        return cached
+
+    def _may_continue(self) -> bool:
+        if self._continues_exactly is None:
+            self._continues_exactly = self.oracle.continues_exactly(self.probe, self.tolerance)
+        return self._continues_exactly
+
+    def _compare_choices(self, finding: Finding, index: int, row: Row, reference: torch.Tensor) -> None:
+        chosen = torch.tensor(row.answer, device=reference.device)
+        best, choice = reference.max(-1)
+        margin = best - reference.gather(1, chosen[:, None])[:, 0]
+        agrees = choice == chosen
+        is_near_tie = ~agrees & (margin < self.gap) & (not self.is_exact)
+        finding.tokens_agree += int(agrees.sum())
+        finding.near_ties += int(is_near_tie.sum())
+        wrong = (~agrees & ~is_near_tie).nonzero()
+        if len(wrong):
+            step = int(wrong[0])
+            finding.failures.append(
+                f"row {index}: token {step} is {row.answer[step]}, the reference chooses {int(choice[step])} "
+                f"by {margin[step].item():.1e}"
+            )
+
+    def _compare_samples(self, finding: Finding, index: int, row: Row, drawn: tuple[int, ...]) -> None:
+        agrees = [ours == theirs for ours, theirs in zip(row.answer, drawn, strict=True)]
+        finding.tokens_agree += sum(agrees)
+        if all(agrees):
+            return
+        step = agrees.index(False)
+        if self.is_exact:
+            finding.failures.append(
+                f"row {index}: sampled token {step} is {row.answer[step]}, eager draws {drawn[step]}"
+            )
+        else:  # a draw has no margin to measure; the logits that it was drawn from are held above
+            finding.remarks.append(f"row {index}: eager draws another token {step} from logits as far off")
+
+    def _watch_eager(self, finding: Finding, ours: Sequence[Row], eager: Sequence[Row] | None) -> bool:
+        """Note how eager's own cached run did against the oracle; True if it is off it."""
+        if eager is None:
+            return False
+        finding.eager_tokens_agree = 0
+        finding.eager_difference = 0.0
+        worst = ""
+        for index, (row, theirs) in enumerate(zip(ours, eager, strict=True)):
+            agrees = [a == b for a, b in zip(row.answer, theirs.answer, strict=True)]
+            finding.eager_tokens_agree += sum(agrees)
+            # Up to the step where tokens part, that step included, both sides have read the same tokens.
+            common = agrees.index(False) + 1 if not all(agrees) else len(agrees)
+            if row.prompt != theirs.prompt:  # a second turn after other answers
+                continue
+            difference = max_difference(theirs.logits[:common], self.oracle.uncached(row)[:common])
+            if difference > finding.eager_difference:
+                finding.eager_difference = difference
+                parts = "" if all(agrees) else f", and parts at token {common - 1}"
+                worst = f"eager's cached run is off its own uncached forward by {difference:.1e} in row {index}{parts}"
+        is_off = not finding.eager_difference <= self.tolerance
+        if is_off:
+            finding.remarks.append(worst)
+        return is_off

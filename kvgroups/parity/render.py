@@ -1,0 +1,197 @@
+"""A parity report as tables for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvgroups.parity.report import GroupSummary, ParityReport, WorkloadResult
+
+_KINDS = {
+    "full_attention": "full attention",
+    "sliding_window": "window of {span}",
+    "chunked_attention": "chunks of {span}",
+    "mamba": "state",
+}
+
+
+def render_report(report: ParityReport) -> RenderableType:
+    """One model: its groups, its workloads, the verdict and both speeds."""
+    title = Text(no_wrap=True, overflow="ellipsis")
+    title.append(report.model, style="bold")
+    conditions = report.conditions
+    title.append(
+        f"  {report.architecture}, {_count(report.parameters)} parameters, {conditions.dtype} on {conditions.device}",
+        style="dim",
+    )
+    notes = [note for workload in report.workloads for note in _notes(workload)]
+    return Group(
+        title, Padding(_groups(report.groups), (0, 0, 0, 2)), _workloads(report), *notes, _verdict(report), Text()
+    )
+
+
+def render_summary(reports: Sequence[ParityReport], refused: Sequence[tuple[str, str]] = ()) -> RenderableType:
+    """All models, a line each, with the conditions below.
+
+    Args:
+        reports: one for each model that ran.
+        refused: model and reason of those that kvgroups does not serve.
+    """
+    table = _table()
+    for heading in ("model", "groups", "tokens", "logits off", "KV peak", "eager", "tok/s", "eager", "verdict"):
+        is_text = heading in ("model", "groups", "verdict")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
+    for report in reports:
+        table.add_row(
+            Text(report.model, style="bold"),
+            " + ".join(group.name for group in report.groups),
+            _tokens(sum(w.tokens_agree for w in report.workloads), sum(w.tokens for w in report.workloads)),
+            _number(max((w.max_logit_difference or 0.0 for w in report.workloads), default=None)),
+            _bytes(max((w.kv_bytes for w in report.workloads), default=0)),
+            _bytes(max((w.eager_kv_bytes or 0 for w in report.workloads), default=0)),
+            "-" if report.speed is None else f"{report.speed.tokens_per_second:.0f}",
+            "-" if report.speed is None else f"{report.speed.eager_tokens_per_second:.0f}",
+            _word(report.verdict),
+        )
+    for model, _ in refused:
+        table.add_row(Text(model, style="bold"), *[""] * 7, Text("refused", style="yellow"))
+    reasons = [Text(f"  {model} refused: {reason}", style="yellow") for model, reason in refused]
+    parts: list[RenderableType] = [table, *reasons]
+    if reports:
+        parts.append(Text(f"  {_conditions(reports[0])}", style="dim"))
+    return Group(*parts)
+
+
+def as_text(renderable: RenderableType, width: int) -> str:
+    """What a terminal without colours shows."""
+    buffer = StringIO()
+    Console(file=buffer, width=width, color_system=None, force_terminal=False).print(renderable)
+    return buffer.getvalue()
+
+
+def _groups(groups: Sequence[GroupSummary]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    for group in groups:
+        mode = group.slot_mapping if group.kind != "mamba" else "one slot a request"
+        tokens = f"blocks of {group.block_size}" if group.kind != "mamba" else ""
+        table.add_row(
+            Text(group.name, style="cyan"),
+            f"layers {_ranges(group.layers)}",
+            _KINDS[group.kind].format(span=group.span),
+            tokens,
+            mode,
+            f"{_bytes(group.block_bytes)} a block",
+        )
+    return table
+
+
+def _workloads(report: ParityReport) -> Table:
+    table = _table()
+    table.add_column("workload")
+    for heading in ("tokens", "logits off", "eager's", "KV peak", "eager's", "seconds", "eager's"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for workload in report.workloads:
+        table.add_row(
+            workload.description,
+            _tokens(workload.tokens_agree, workload.tokens),
+            _number(workload.max_logit_difference),
+            _eager_number(workload),
+            _bytes(workload.kv_bytes),
+            _bytes(workload.eager_kv_bytes),
+            f"{workload.seconds:.2f}",
+            f"{workload.eager_seconds:.2f}",
+            _word(workload.outcome),
+        )
+    return table
+
+
+def _notes(workload: WorkloadResult) -> list[RenderableType]:
+    style = "dim" if workload.passed else "red"
+    return [Padding(Text(f"{workload.name}: {note}", style=style), (0, 0, 0, 2)) for note in workload.notes]
+
+
+def _verdict(report: ParityReport) -> Text:
+    worst = max((w.max_logit_difference for w in report.workloads if w.max_logit_difference is not None), default=None)
+    allowed = max(w.tolerance for w in report.workloads)
+    agree, tokens = (sum(getattr(w, key) for w in report.workloads) for key in ("tokens_agree", "tokens"))
+    line = Text("  ")
+    line.append_text(_word(report.verdict))
+    line.append(f": {agree} of {tokens} tokens agree, logits off by {_number(worst)} at most, allowed {_number(allowed)}")
+    if ties := sum(w.near_ties for w in report.workloads):
+        line.append(f", {ties} near ties")
+    if (speed := report.speed) is not None:
+        line.append(
+            f"\n  {speed.tokens_per_second:.0f} tokens/s against eager's {speed.eager_tokens_per_second:.0f}, "
+            f"{speed.cpu_seconds:.2f} against {speed.eager_cpu_seconds:.2f} s of CPU: "
+            f"{speed.rows} rows, median of {speed.runs} runs, threads {report.conditions.threads}",
+            style="dim",
+        )
+    return line
+
+
+def _conditions(report: ParityReport) -> str:
+    c = report.conditions
+    commit = f" ({c.commit})" if c.commit else ""
+    return (
+        f"{c.dtype} on {c.device}, threads {c.threads}, seed {c.seed}; kvgroups {c.kvgroups}{commit}, torch {c.torch}, "
+        f"transformers {c.transformers}, Python {c.python}"
+    )
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="dim")
+
+
+def _tokens(agree: int, tokens: int) -> Text:
+    return Text(f"{agree}/{tokens}", style="green" if agree == tokens else "red")
+
+
+def _word(outcome: str) -> Text:
+    return Text(outcome, style="bold green" if outcome == "passed" else "bold red")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _eager_number(workload: WorkloadResult) -> Text:
+    value = workload.eager_logit_difference
+    is_off = value is not None and not value <= workload.tolerance
+    return Text("fails" if value is None else _number(value), style="yellow" if is_off or value is None else "")
+
+
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return "-"
+    amount, unit = float(value), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1000 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
+
+
+def _count(value: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return str(value)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`(0, 1, 2, 5, 7, 8)` reads `0-2, 5, 7-8`; what takes too much room is counted instead."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if len(text) <= 24 else f"{runs[0][0]} to {runs[-1][-1]} ({len(numbers)} of them)"
