@@ -337,7 +337,7 @@ class Manager:
 
     def _blocks_for(self, group: _Group, computed: int, count: int) -> _Growth:
         """Worked example, W = 8 on blocks of 4: 30 tokens at once end in `[0, 0, 0, 0, 0, x, x, x]`, since the
-        query at 30 sees from 23 on; then at 32 computed tokens block 5 (20 to 23) is released."""
+        query at 30 sees from 23 on; the query at 31 sees from 24 on, and releases block 5 (20 to 23)."""
         had = self._num_logical_blocks(group, computed)
         total = computed + count
         hidden = self._num_hidden_blocks(group, total)
@@ -427,7 +427,9 @@ class Manager:
         for name in self._groups:
             tables[name].check_rows(row)
         if any(request.tables is tables and request.row == row for request in self._requests):
-            raise KVGroupsError(f"row {row} belongs to another request; free that first, or take an empty row")
+            raise KVGroupsError(
+                f"row {row} belongs to another request; free that first, or take an empty row"
+            )
 
     def _check_owners(self, group: _Group) -> None:
         name, pool = group.config.name, group.pool

@@ -25,6 +25,9 @@ from kvgroups.specs import GroupConfig, KVGroupsConfig
 SPEED_RUNS = 3
 """Runs of each side, one after the other in turn, whose median is the speed."""
 
+_NUM_PROBES = 3
+"""Rows that eager's rounding is measured on."""
+
 _TINY_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: with more they spend their time waiting."""
 
@@ -163,15 +166,14 @@ def _threads(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _make_judge(model: PreTrainedModel, eager: Side, plan: Plan) -> Judge:
-    """The gap is measured on eager's own answer to the longest of the prompts."""
-    prompt = max(plan.prompts.rows, key=len)
-    oracle = Oracle(model)
+    """The gap is measured on eager's own answers to the longest of the prompts."""
+    prompts = sorted(plan.prompts.rows, key=len, reverse=True)[:_NUM_PROBES]
     with eager.running():
         try:
-            probe = eager.generate([prompt], plan.num_few).rows[0]
-        except Exception:  # eager's cached path fails on a few models; the prompt alone will do
-            probe = Row(prompt[:-1], prompt[-1:], torch.empty(0), (len(prompt) - 1,))
-    return Judge(oracle, probe, model.dtype)
+            probes = [eager.generate([prompt], plan.num_few).rows[0] for prompt in prompts]
+        except Exception:  # eager's cached path fails on a few models; the prompts alone will do
+            probes = [Row(prompt, prompt[-1:], torch.empty(0), (len(prompt),)) for prompt in prompts]
+    return Judge(Oracle(model), probes, model.dtype)
 
 
 def _run(workload: Workload, plan: Plan, paged: PagedSide, eager: EagerSide, judge: Judge) -> WorkloadResult:
@@ -207,7 +209,9 @@ def _run(workload: Workload, plan: Plan, paged: PagedSide, eager: EagerSide, jud
         eager_kv_bytes=None if theirs is None else eager.kv_bytes,
         seconds=seconds,
         eager_seconds=eager_seconds,
-        notes=(*finding.failures, *finding.remarks),
+        cached_gap=finding.cached_gap,
+        failures=tuple(finding.failures),
+        remarks=tuple(finding.remarks),
     )
 
 

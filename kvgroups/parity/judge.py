@@ -11,12 +11,13 @@ import torch
 from kvgroups.parity.oracle import Oracle, max_difference
 from kvgroups.parity.sides import Row
 
-TOLERANCE = 8.0
+TOLERANCE = 32.0
 """How many of eager's own gaps the logits may move.
 
-The gap is what rounding alone does between eager's forwards of the same row in other shapes. Eager's own cached
-decode is off its uncached forward by 1 to 3 of them on healthy models, and so is kvgroups; the smallest fault
-that tests plant, 1e-2 in one state, is off by hundreds.
+The gap is what rounding alone does between eager's forwards of the same row in other shapes, on three rows.
+Over 60 families of tiny models kvgroups is off the uncached forward by 1 to 6 gaps, once by 14, and eager's own
+cached decode by as much. In float32 this comes to 2e-5 of the largest logit; the smallest fault that the tests
+plant, 1e-2 in one state, is off by hundreds of gaps.
 """
 
 _LEAST_GAP = 2.0
@@ -37,6 +38,7 @@ class Finding:
     reference: Literal["uncached", "cached"] = "uncached"
     difference: float = 0.0
     eager_difference: float | None = None
+    cached_gap: float | None = None
     failures: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -56,15 +58,15 @@ class Judge:
 
     Args:
         oracle: of the model.
-        probe: a row with an answer, which the gap is measured on.
+        probes: rows with answers, which the gap is measured on, the longest first.
         dtype: of the model.
     """
 
-    def __init__(self, oracle: Oracle, probe: Row, dtype: torch.dtype) -> None:
+    def __init__(self, oracle: Oracle, probes: Sequence[Row], dtype: torch.dtype) -> None:
         self.oracle = oracle
-        self.probe = probe
-        scale = oracle.uncached(probe).nan_to_num(posinf=0, neginf=0).abs().max().item()
-        self.gap = max(oracle.gap(probe), _LEAST_GAP * torch.finfo(dtype).eps * scale)
+        self.probe = probes[0]
+        scale = oracle.uncached(self.probe).nan_to_num(posinf=0, neginf=0).abs().max().item()
+        self.gap = max([_LEAST_GAP * torch.finfo(dtype).eps * scale, *map(oracle.gap, probes)])
         self.tolerance = TOLERANCE * self.gap
         self.is_exact = dtype in _EXACT_DTYPES
         self._continues_exactly: bool | None = None
@@ -92,12 +94,8 @@ class Judge:
                 self._compare_samples(finding, index, row, drawn)
             else:
                 self._compare_choices(finding, index, row, reference)
-        if finding.reference == "cached":
-            finding.remarks.insert(
-                0,
-                "eager's cached decode is off its own uncached forward; kvgroups follows the cached one"
-                + ("" if finding.eager_difference is None else f" (by {finding.eager_difference:.1e})"),
-            )
+        if eager_is_off and finding.reference == "uncached":
+            finding.remarks.append(eager_is_off)
         return finding
 
     def _reference(self, finding: Finding, row: Row) -> torch.Tensor:
@@ -113,6 +111,7 @@ class Judge:
         if max_difference(row.logits, cached) > self.tolerance:
             return uncached
         finding.reference = "cached"
+        finding.cached_gap = max(finding.cached_gap or 0.0, max_difference(cached, uncached))
         return cached
 
     def _may_continue(self) -> bool:
@@ -149,26 +148,24 @@ class Judge:
         else:  # a draw has no margin to measure; the logits that it was drawn from are held above
             finding.remarks.append(f"row {index}: eager draws another token {step} from logits as far off")
 
-    def _watch_eager(self, finding: Finding, ours: Sequence[Row], eager: Sequence[Row] | None) -> bool:
-        """Note how eager's own cached run did against the oracle; True if it is off it."""
+    def _watch_eager(self, finding: Finding, ours: Sequence[Row], eager: Sequence[Row] | None) -> str | None:
+        """Note how eager's own cached run did against the oracle, and say so if it is off it."""
         if eager is None:
-            return False
+            return None
         finding.eager_tokens_agree = 0
         finding.eager_difference = 0.0
-        worst = ""
+        remark = None
         for index, (row, theirs) in enumerate(zip(ours, eager, strict=True)):
             agrees = [a == b for a, b in zip(row.answer, theirs.answer, strict=True)]
             finding.eager_tokens_agree += sum(agrees)
-            # Up to the step where tokens part, that step included, both sides have read the same tokens.
-            common = agrees.index(False) + 1 if not all(agrees) else len(agrees)
             if row.prompt != theirs.prompt:  # a second turn after other answers
                 continue
+            # Up to the step where tokens part, that step included, both sides have read the same tokens.
+            parts_at = None if all(agrees) else agrees.index(False)
+            common = len(agrees) if parts_at is None else parts_at + 1
             difference = max_difference(theirs.logits[:common], self.oracle.uncached(row)[:common])
             if difference > finding.eager_difference:
                 finding.eager_difference = difference
-                parts = "" if all(agrees) else f", and parts at token {common - 1}"
-                worst = f"eager's cached run is off its own uncached forward by {difference:.1e} in row {index}{parts}"
-        is_off = not finding.eager_difference <= self.tolerance
-        if is_off:
-            finding.remarks.append(worst)
-        return is_off
+                parts = "" if parts_at is None else f" and chooses another token {parts_at}"
+                remark = f"eager's cached run is off its own uncached forward by {difference:.1e} in row {index}{parts}"
+        return None if finding.eager_difference <= self.tolerance else remark

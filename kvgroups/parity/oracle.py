@@ -11,8 +11,11 @@ from transformers import PreTrainedModel
 
 from kvgroups.parity.sides import Row
 
-_BATCH_SIZES = (2, 5)
-"""Batch sizes that the gap is measured over, beside a row alone."""
+_COPIES = 3
+"""Batch size that the gap is measured over, beside a row alone."""
+
+_EIGHTHS = (3, 5, 7)
+"""Parts of a row that the gap is measured over, beside the whole, in eighths."""
 
 
 class Oracle:
@@ -73,8 +76,8 @@ class Oracle:
         """
         tokens = [*row.prompt, *row.answer]
         alone = self._forward(tokens)[0]
-        gaps = [max_difference(self._forward(tokens, copies=size)[0], alone) for size in _BATCH_SIZES]
-        for length in {max(1, len(tokens) * eighths // 8) for eighths in (3, 5, 7)}:
+        gaps = [max_difference(each, alone) for each in self._forward(tokens, copies=_COPIES)]
+        for length in {max(1, len(tokens) * eighths // 8) for eighths in _EIGHTHS}:
             gaps.append(max_difference(self._forward(tokens[:length])[0], alone[:length]))
         return max(gaps)
 

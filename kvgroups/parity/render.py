@@ -30,9 +30,13 @@ def render_report(report: ParityReport) -> RenderableType:
         f"  {report.architecture}, {_count(report.parameters)} parameters, {conditions.dtype} on {conditions.device}",
         style="dim",
     )
-    notes = [note for workload in report.workloads for note in _notes(workload)]
     return Group(
-        title, Padding(_groups(report.groups), (0, 0, 0, 2)), _workloads(report), *notes, _verdict(report), Text()
+        title,
+        Padding(_groups(report.groups), (0, 0, 0, 2)),
+        Padding(_workloads(report), (0, 0, 0, 2)),
+        *_notes(report),
+        _verdict(report),
+        Text(),
     )
 
 
@@ -44,7 +48,7 @@ def render_summary(reports: Sequence[ParityReport], refused: Sequence[tuple[str,
         refused: model and reason of those that kvgroups does not serve.
     """
     table = _table()
-    for heading in ("model", "groups", "tokens", "logits off", "KV peak", "eager", "tok/s", "eager", "verdict"):
+    for heading in ("model", "groups", "tokens", "off by", "KV peak", "eager", "tok/s", "eager", "verdict"):
         is_text = heading in ("model", "groups", "verdict")
         table.add_column(heading, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
     for report in reports:
@@ -78,25 +82,22 @@ def as_text(renderable: RenderableType, width: int) -> str:
 def _groups(groups: Sequence[GroupSummary]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     for group in groups:
-        mode = group.slot_mapping if group.kind != "mamba" else "one slot a request"
-        tokens = f"blocks of {group.block_size}" if group.kind != "mamba" else ""
+        is_state = group.kind == "mamba"
         table.add_row(
             Text(group.name, style="cyan"),
             f"layers {_ranges(group.layers)}",
             _KINDS[group.kind].format(span=group.span),
-            tokens,
-            mode,
-            f"{_bytes(group.block_bytes)} a block",
+            "one slot a request" if is_state else f"blocks of {group.block_size}, {group.slot_mapping}",
+            f"{_bytes(group.block_bytes)} a {'slot' if is_state else 'block'}",
         )
     return table
 
 
 def _workloads(report: ParityReport) -> Table:
     table = _table()
-    table.add_column("workload")
-    for heading in ("tokens", "logits off", "eager's", "KV peak", "eager's", "seconds", "eager's"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("workload", no_wrap=True)
+    for heading in ("tokens", "off by", "eager", "KV peak", "eager", "seconds", "eager", ""):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for workload in report.workloads:
         table.add_row(
             workload.description,
@@ -104,17 +105,29 @@ def _workloads(report: ParityReport) -> Table:
             _number(workload.max_logit_difference),
             _eager_number(workload),
             _bytes(workload.kv_bytes),
-            _bytes(workload.eager_kv_bytes),
-            f"{workload.seconds:.2f}",
-            f"{workload.eager_seconds:.2f}",
+            Text(_bytes(workload.eager_kv_bytes), style="dim"),
+            _seconds(workload.seconds),
+            Text(_seconds(workload.eager_seconds), style="dim"),
             _word(workload.outcome),
         )
     return table
 
 
-def _notes(workload: WorkloadResult) -> list[RenderableType]:
-    style = "dim" if workload.passed else "red"
-    return [Padding(Text(f"{workload.name}: {note}", style=style), (0, 0, 0, 2)) for note in workload.notes]
+def _notes(report: ParityReport) -> list[RenderableType]:
+    lines = []
+    for workload in report.workloads:
+        lines += [Text(f"{workload.name}: {failure}", style="red") for failure in workload.failures]
+        lines += [Text(f"{workload.name}: {remark}", style="dim") for remark in workload.remarks]
+    gaps = [workload.cached_gap for workload in report.workloads if workload.cached_gap is not None]
+    if gaps:
+        lines.append(
+            Text(
+                f"Eager's plain cached decode differs from its uncached forward, by {max(gaps):.1e} at most; "
+                f"kvgroups follows the cached one, and is held against it in {len(gaps)} workloads.",
+                style="dim",
+            )
+        )
+    return [Padding(line, (0, 0, 0, 2)) for line in lines]
 
 
 def _verdict(report: ParityReport) -> Text:
@@ -164,7 +177,11 @@ def _number(value: float | None) -> str:
 def _eager_number(workload: WorkloadResult) -> Text:
     value = workload.eager_logit_difference
     is_off = value is not None and not value <= workload.tolerance
-    return Text("fails" if value is None else _number(value), style="yellow" if is_off or value is None else "")
+    return Text("fails" if value is None else _number(value), style="yellow" if is_off or value is None else "dim")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def _bytes(value: int | None) -> str:

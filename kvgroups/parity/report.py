@@ -101,8 +101,12 @@ class WorkloadResult(_Frozen):
     """Wall time of kvgroups, one run."""
     eager_seconds: float
     """Wall time of eager, one run."""
-    notes: tuple[str, ...]
-    """What failed, and where eager's cached path is not what eager computes without a cache."""
+    cached_gap: float | None
+    """Where the reference is "cached": how far eager's plain cached decode is off its uncached forward."""
+    failures: tuple[str, ...]
+    """Why it failed; empty if it passed."""
+    remarks: tuple[str, ...]
+    """Where eager's cached run is not what eager computes without a cache, and other things worth knowing."""
 
     @property
     def passed(self) -> bool:
@@ -170,7 +174,7 @@ class ParityReport(_Frozen):
         Raises:
             ParityError: naming the model and each workload that failed, with what was seen.
         """
-        failed = [f"{w.name} ({'; '.join(w.notes)})" for w in self.workloads if not w.passed]
+        failed = [f"{w.name} ({'; '.join(w.failures)})" for w in self.workloads if not w.passed]
         if failed:
             raise ParityError(f"{self.model}: kvgroups and eager part in {', '.join(failed)}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,13 +81,15 @@ def make_plan(config: KVGroupsConfig, prompts: Prompts, num_new: int, seed: int,
 
 
 def _edge(config: KVGroupsConfig) -> tuple[int, str]:
-    spans = [
-        (group.spec.sliding_window, "window") if isinstance(group.spec, SlidingWindowSpec) else (group.spec.chunk_size, "chunk")
-        for group in config.groups
-        if isinstance(group.spec, SlidingWindowSpec | ChunkedAttentionSpec)
-    ]
+    """The largest span of a group, or the largest block where no group has one."""
+    spans = []
+    for group in config.groups:
+        if isinstance(group.spec, SlidingWindowSpec):
+            spans.append((group.spec.sliding_window, "window"))
+        elif isinstance(group.spec, ChunkedAttentionSpec):
+            spans.append((group.spec.chunk_size, "chunk"))
     blocks = [(group.block_size, "block") for group in config.groups if not group.is_state]
-    return max(spans or blocks or [(16, "block")])
+    return max(spans or blocks, default=(16, "block"))
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,15 @@ def _in_a_row(side: Side, plan: Plan) -> list[Row]:
     return [row for prompt in plan.prompts.rows for row in side.generate([prompt], plan.num_few).rows]
 
 
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _lengths(plan: Plan) -> str:
+    """`15-17, 35 tokens (block 16)`."""
+    *near, last = plan.long_lengths
+    numbers = f"{near[0]}-{near[-1]}, {last}" if len(near) > 1 else ", ".join(map(str, plan.long_lengths))
+    return f"{numbers} tokens ({plan.edge_name} {plan.edge})"
+
+
+def _sizes(plan: Plan) -> str:
+    return f"prefill by {', '.join(map(str, plan.chunk_sizes))}"
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -162,8 +171,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("ragged", lambda plan: "ragged batch, left-padded", _ragged),
         Workload("left-padded", lambda plan: "batch of one, left-padded", _left_padded),
         Workload("right-padded", lambda plan: "right-padded, by hand", _right_padded),
-        Workload("long", lambda plan: f"{_some(plan.long_lengths)} tokens ({plan.edge_name} {plan.edge})", _long),
-        Workload("chunks", lambda plan: f"prefill by {_some(plan.chunk_sizes)}", _chunks),
+        Workload("long", _lengths, _long),
+        Workload("chunks", _sizes, _chunks),
         Workload("second-turn", lambda plan: "second turn, same cache", _second_turn),
         Workload("samples", lambda plan: "samples, one seed", _samples, is_sampled=True),
         Workload("in-a-row", lambda plan: "prompts one by one", _in_a_row),

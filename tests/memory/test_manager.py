@@ -1,0 +1,552 @@
+"""Manager: what each kind of group keeps of a request, and that every call is all or nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvgroups.block_table import MultiGroupBlockTable
+from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
+from kvgroups.storage import GroupStorage
+
+ALL_KINDS = {"full": (16,), "window": (10, 4), "ring": (10, 4), "chunk": (8, 4), "state": ()}
+
+
+# What a request keeps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_rewind", "num_tokens", "picture"),
+    [
+        # The next query, at position 30, sees from 23 on: blocks 5 (20 to 23), 6 and 7.
+        pytest.param((8, 4), 0, 30, ".....xxx", id="prompt longer than the window"),
+        pytest.param((8, 4), 0, 31, "......xx", id="window begins on a block edge"),
+        pytest.param((8, 4), 0, 32, "......xx", id="prompt ends on a block edge"),
+        pytest.param((8, 4), 0, 7, "xx", id="prompt shorter than the window"),
+        pytest.param((8, 4), 0, 11, ".xx", id="the first block is just out of sight"),
+        pytest.param((8, 3), 0, 30, ".......xxx", id="block of 3"),
+        pytest.param((8, 16), 0, 30, ".x", id="block larger than the window"),
+        pytest.param((8, 4), 4, 30, "....xxxx", id="room to rewind by 4"),
+        pytest.param((8, 4), 40, 30, "xxxxxxxx", id="room to rewind by more than there is"),
+        pytest.param((1, 4), 0, 30, ".......x", id="window of one token keeps a block to write to"),
+        pytest.param((1, 4), 0, 32, "........", id="window of one token on a block edge keeps nothing"),
+    ],
+)
+def test_a_window_stores_what_the_next_query_sees(make_bench, sizes, max_rewind, num_tokens, picture):
+    bench = make_bench({"window": sizes}, max_rewind=max_rewind)
+    request = bench.open(0, num_tokens)
+    assert bench.picture(request, "window") == picture
+    assert bench.num_used() == {"window": picture.count("x")}
+    bench.manager.check()
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes", "pictures"),
+    [
+        # Each picture is the row while the token at 30, 31, 32, ... is computed.
+        pytest.param(
+            "window", (8, 4), [".....xxx", "......xx", "......xxx", "......xxx", "......xxx", ".......xx"],
+            id="window: block 5 goes when the query at 31 does not see 23 any more",
+        ),
+        pytest.param("window", (1, 4), [".......x", ".......x", "........x", "........x"], id="window of one token"),
+        pytest.param(
+            "window", (8, 16), [".x", ".x", ".xx", ".xx", ".xx", ".xx", ".xx", ".xx", ".xx", "..x"],
+            id="window on blocks of 16: block 1 goes with token 31, which the query at 39 does not see",
+        ),
+        pytest.param("chunk", (8, 4), ["......xx", "......xx", "........x", "........x"], id="a new chunk starts empty"),
+        pytest.param(
+            "chunk", (6, 4), [".......x", ".......x", ".......xx", ".......xx", ".......xx", ".......xx", ".........x"],
+            id="chunk edge inside a block: 30 to 35 begin in the middle of block 7",
+        ),
+    ],
+)  # fmt: skip
+def test_decoding_releases_what_no_query_sees(make_bench, group, sizes, pictures):
+    bench = make_bench({group: sizes})
+    request = bench.open(0, 30)
+    seen = []
+    for _ in pictures:
+        bench.step(request, 1)
+        bench.manager.check()
+        seen.append(bench.picture(request, group))
+    assert seen == pictures
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_tokens", "picture"),
+    [
+        pytest.param((8, 4), 30, "......xx", id="the third chunk's blocks"),
+        pytest.param((8, 4), 32, "........", id="prompt ends on a chunk edge"),
+        pytest.param((8, 4), 33, "........x", id="first token of a chunk"),
+        pytest.param((6, 4), 11, ".xx", id="chunk of 6 begins inside block 1"),
+        pytest.param((6, 4), 12, "...", id="two chunks of 6 are three blocks of 4"),
+        pytest.param((8, 16), 30, ".x", id="block larger than the chunk"),
+    ],
+)
+def test_chunked_attention_stores_its_own_chunk(make_bench, sizes, num_tokens, picture):
+    bench = make_bench({"chunk": sizes})
+    assert bench.picture(bench.open(0, num_tokens), "chunk") == picture
+
+
+def test_full_attention_stores_everything(make_bench):
+    bench = make_bench({"full": (16,)})
+    request = bench.open(0, 35)
+    assert bench.row(request, "full") == [1, 2, 3]
+    bench.step(request, 13)
+    assert bench.row(request, "full") == [1, 2, 3]  # 48 tokens fill three blocks
+    bench.step(request, 1)
+    assert bench.row(request, "full") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("group", "row"), [("ring", [1, 2, 3]), ("state", [1])])
+def test_rings_and_states_are_owned_for_life(make_bench, group, row):
+    bench = make_bench({group: ALL_KINDS[group]})
+    request = bench.open(0)
+    assert bench.row(request, group) == []
+    for count in (1, 2, 30, 1, 100):
+        bench.step(request, count)
+        assert bench.row(request, group) == row
+    bench.manager.check()
+
+
+def test_a_window_at_its_cap_decodes_for_ever(make_bench):
+    """Blocks that fall out of sight serve the new tokens of the same call."""
+    bench = make_bench({"window": (8, 4)}, memory={"window": 3})
+    request = bench.open(0, 30)
+    for _ in range(100):
+        bench.step(request, 1)
+    assert bench.row(request, "window")[-3:].count(0) == 0
+    bench.manager.check()
+
+
+def test_one_requests_released_blocks_serve_another(make_bench):
+    bench = make_bench({"window": (8, 4)}, memory={"window": 5})
+    a, b = bench.open(0, 30), bench.open(1, 15)  # 3 blocks, and 2
+    with pytest.raises(OutOfBlocksError):
+        bench.step(b, 5)
+    bench.step(a, 1)
+    bench.manager.allocate([b, a], [2, 1])  # b needs one more; a is in row 0 and gives up block 5
+    assert [bench.picture(request, "window") for request in (a, b)] == ["......xx", "..xxx"]
+
+
+def test_a_long_prefill_in_chunks_keeps_the_window_only(make_bench):
+    bench = make_bench({"full": (16,), "window": (10, 4)})
+    request = bench.open(0)
+    for _ in range(20):
+        bench.step(request, 16)
+        bench.manager.check()
+    # After 320 tokens the next query sees from 311 on, which is in block 77 of 80.
+    assert bench.picture(request, "window") == 77 * "." + "xxx"
+    assert bench.num_used() == {"full": 20, "window": 3}
+
+
+# All or nothing
+
+
+def test_a_third_group_that_is_full_changes_nothing_in_the_first_two(make_bench):
+    bench = make_bench(
+        {"full": (16,), "window": (8, 4), "state": ()}, memory={"full": 9, "window": 9, "state": 1}
+    )
+    first = bench.open(0, 30)
+    second = bench.open(1)
+    before = bench.snapshot()
+    with pytest.raises(OutOfBlocksError, match="group 'state': 1 blocks are needed and 0 of 1 are free"):
+        # `first` would release a window block and take a full one.
+        bench.manager.allocate([first, second], [10, 5])
+    assert bench.snapshot() == before
+    bench.manager.check()
+    bench.step(first, 10)
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "message"),
+    [
+        pytest.param([1, -1], ShapeError, "num_new_tokens: expected 0 or more, got -1", id="negative count"),
+        pytest.param([1, 65], ShapeError, "request of 65 tokens: max_model_len is 64", id="too long"),
+        pytest.param([35, 1], ShapeError, "request of 65 tokens: max_model_len is 64", id="grown too long"),
+        pytest.param([1], ValueError, "argument", id="a count for one of two requests"),
+    ],
+)
+def test_a_wrong_count_changes_nothing(make_bench, counts, error, message):
+    bench = make_bench(ALL_KINDS, max_model_len=64)
+    requests = [bench.open(0, 30), bench.open(1)]
+    before = bench.snapshot()
+    with pytest.raises(error, match=message):
+        bench.manager.allocate(requests, counts)
+    assert bench.snapshot() == before
+    bench.manager.check()
+
+
+def test_a_request_may_fill_max_model_len_to_the_last_token(make_bench):
+    bench = make_bench(ALL_KINDS, max_model_len=61)
+    bench.open(0, 61)
+    bench.manager.check()
+
+
+def test_no_tokens_take_no_blocks(make_bench):
+    bench = make_bench(ALL_KINDS)
+    bench.open(0, 0)
+    assert sum(bench.num_used().values()) == 0
+    bench.manager.check()
+
+
+# Steps that fail
+
+
+@pytest.mark.parametrize("num_tokens", [0, 13, 16, 30], ids=lambda n: f"after {n} tokens")
+def test_cancel_gives_back_what_the_failed_step_took(make_bench, num_tokens):
+    bench = make_bench(ALL_KINDS)
+    request = bench.open(0, num_tokens)
+    bench.manager.allocate([request], [0])  # what fell out of sight goes in any case
+    before = bench.snapshot()
+    bench.manager.allocate([request], [40])
+    bench.manager.cancel([request])
+    bench.manager.check()
+    after = bench.snapshot()
+    # The pools may have grown; nothing else has changed.
+    assert [a[: len(b)] for a, b in zip(after, before, strict=True)] == before
+    bench.step(request, 40)
+    bench.manager.check()
+
+
+def test_a_step_ends_before_the_next_begins(make_bench):
+    bench = make_bench(ALL_KINDS)
+    request = bench.open(0, 10)
+    bench.manager.allocate([request], [5])
+    with pytest.raises(KVGroupsError, match="row 0 has blocks for a step of 5 tokens, expected 0"):
+        bench.manager.allocate([request], [5])
+    with pytest.raises(KVGroupsError, match="row 0 has blocks for a step of 5 tokens, expected 3"):
+        bench.manager.advance([request], [3])
+    with pytest.raises(KVGroupsError, match="row 0 has blocks for a step of 5 tokens, expected 0"):
+        bench.manager.fork(request, bench.tables, 1)
+    bench.manager.advance([request], [5])
+    assert request.num_computed_tokens == 15
+    with pytest.raises(KVGroupsError, match="blocks for a step of 0 tokens, expected 1"):
+        bench.manager.advance([request], [1])
+    bench.manager.check()
+
+
+# Requests
+
+
+def test_a_freed_request_gives_everything_back_and_is_refused_from_then_on(make_bench):
+    bench = make_bench(ALL_KINDS)
+    request = bench.open(3, 30)
+    bench.manager.free(request)
+    assert sum(bench.num_used().values()) == 0
+    assert not any(table.table.any() or table.num_blocks_per_row.any() for table in bench.tables.tables.values())
+    for call in (
+        lambda: bench.manager.free(request),
+        lambda: bench.manager.allocate([request], [1]),
+        lambda: bench.manager.fork(request, bench.tables, 1),
+    ):
+        with pytest.raises(KVGroupsError, match="the request in row 3 was freed before"):
+            call()
+    bench.manager.check()
+
+
+def test_a_row_has_one_request_at_a_time(make_bench):
+    bench = make_bench(ALL_KINDS)
+    request = bench.open(0)
+    with pytest.raises(KVGroupsError, match="row 0 belongs to another request"):
+        bench.manager.open(bench.tables, 0)
+    with pytest.raises(ShapeError, match="a row from 0 to 7, got 8"):
+        bench.manager.open(bench.tables, 8)
+    bench.manager.free(request)
+    bench.open(0, 5)
+    other = MultiGroupBlockTable.from_config(bench.config)
+    bench.manager.open(other, 0)  # another table's row
+    bench.manager.check()
+
+
+# Forks
+
+
+def numbered(bench, request) -> dict[str, list[list[float]]]:
+    """Write a number of its own into every block of a request, and return what the blocks hold."""
+    for layer, group in enumerate(bench.config.groups):
+        for block_id in bench.row(request, group.name):
+            if block_id:
+                for view in bench.manager.storage(group.name).layer(layer).values():
+                    view[block_id] = 100 * layer + block_id
+    return contents(bench, request)
+
+
+def contents(bench, request) -> dict[str, list[list[float]]]:
+    return {
+        group.name: [
+            view[block_id].flatten().tolist()
+            for block_id in bench.row(request, group.name)
+            for view in bench.manager.storage(group.name).layer(layer).values()
+        ]
+        for layer, group in enumerate(bench.config.groups)
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "num_tokens", "parent", "child"),
+    [
+        pytest.param("full", 40, [1, 2, 3], [1, 2, 4], id="full: the partial tail is copied"),
+        pytest.param("full", 32, [1, 2], [1, 2], id="full: on a block edge nothing is copied"),
+        pytest.param("full", 5, [1], [2], id="full: within the first block"),
+        pytest.param("window", 30, [0, 0, 0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 0, 1, 2, 4], id="window"),
+        pytest.param("window", 32, 5 * [0] + [0, 1, 2], 5 * [0] + [0, 1, 2], id="window on a block edge"),
+        pytest.param("ring", 40, [1, 2, 3], [4, 5, 6], id="ring: every block is written to again"),
+        pytest.param("state", 40, [1], [2], id="state: the running state is written to again"),
+        pytest.param("full", 0, [], [], id="nothing computed"),
+    ],
+)
+def test_a_fork_shares_full_blocks_and_copies_the_rest(make_bench, group, num_tokens, parent, child):
+    bench = make_bench({group: {"full": (16,), "window": (8, 4), "ring": (10, 4), "state": ()}[group]})
+    request = bench.open(0, num_tokens)
+    held = numbered(bench, request)
+    twin = bench.manager.fork(request, bench.tables, 5)
+    assert (bench.row(request, group), bench.row(twin, group)) == (parent, child)
+    assert contents(bench, twin) == held
+    assert twin.num_computed_tokens == num_tokens
+    bench.manager.check()
+
+
+@pytest.mark.parametrize("num_tokens", [30, 32], ids=["inside a block", "on a block edge"])
+def test_a_fork_of_a_fork_outlives_both_parents(make_bench, num_tokens):
+    bench = make_bench(ALL_KINDS)
+    first = bench.open(0, num_tokens)
+    held = numbered(bench, first)
+    second = bench.manager.fork(first, bench.tables, 1)
+    bench.manager.free(first)
+    third = bench.manager.fork(second, bench.tables, 0)  # into the row that became free
+    bench.manager.free(second)
+    bench.manager.check()
+    assert contents(bench, third) == held
+    for request in (third, bench.open(1, 50)):
+        bench.step(request, 20)
+    bench.manager.check()
+
+
+def test_forks_go_their_own_ways(make_bench):
+    bench = make_bench(ALL_KINDS)
+    parent = bench.open(0, 30)
+    child = bench.manager.fork(parent, bench.tables, 1)
+    for _ in range(20):
+        bench.manager.allocate([parent, child], [1, 3])
+        bench.manager.advance([parent, child], [1, 3])
+        bench.manager.check()
+    assert bench.row(parent, "full")[0] == bench.row(child, "full")[0]
+    for group in ALL_KINDS:
+        own = set(bench.row(parent, group)) & set(bench.row(child, group)) - {0}
+        assert own == ({1} if group == "full" else set()), group
+
+
+def test_a_window_block_that_forks_share_is_free_when_both_have_passed_it(make_bench):
+    bench = make_bench({"window": (8, 4)})
+    parent = bench.open(0, 30)
+    child = bench.manager.fork(parent, bench.tables, 1)
+    shared = bench.row(parent, "window")[5]
+    bench.step(parent, 1)
+    bench.step(parent, 1)
+    assert bench.manager.pool("window").references[shared] == 1
+    bench.manager.allocate([child], [0])
+    assert bench.manager.pool("window").references[shared] == 1  # the child's next query, at 30, sees it
+    bench.step(child, 1)
+    bench.manager.allocate([child], [0])
+    assert bench.manager.pool("window").references[shared] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "memory", "message"),
+    [
+        pytest.param(1, {"full": 9, "window": 9, "state": 1}, "group 'state'", id="no room for the state"),
+        pytest.param(0, None, "row 0 belongs to another request", id="a row in use"),
+        pytest.param(8, None, "a row from 0 to 7, got 8", id="no such row"),
+    ],
+)
+def test_a_fork_that_is_refused_changes_nothing(make_bench, row, memory, message):
+    bench = make_bench({"full": (16,), "window": (8, 4), "state": ()}, memory=memory)
+    request = bench.open(0, 30)
+    before = bench.snapshot()
+    with pytest.raises(KVGroupsError, match=message):
+        bench.manager.fork(request, bench.tables, row)
+    assert bench.snapshot() == before
+    bench.manager.check()
+
+
+# Memory
+
+
+def test_pools_without_a_limit_grow_and_keep_what_they_hold(make_bench):
+    bench = make_bench(ALL_KINDS)
+    request = bench.open(0, 30)
+    held = numbered(bench, request)
+    bench.open(1, 500)
+    assert contents(bench, request) == held
+
+
+def test_a_growing_answer_moves_bytes_a_few_times_only(make_bench, monkeypatch):
+    resizes = []
+    resize = GroupStorage.resize
+    monkeypatch.setattr(GroupStorage, "resize", lambda self, n: (resizes.append(n), resize(self, n))[1])
+    bench = make_bench({"full": (1,)}, max_model_len=1024)
+    request = bench.open(0)
+    for _ in range(1024):
+        bench.step(request, 1)
+    assert len(resizes) < 25  # half as much again each time
+    assert bench.manager.usage().groups[0].num_blocks < 2 * 1024
+
+
+def test_a_cap_in_blocks_does_not_count_the_null_block(make_bench):
+    bench = make_bench({"full": (16,)}, memory={"full": 2})
+    assert bench.manager.usage().groups[0].num_blocks == 2
+    bench.open(0, 32)
+    with pytest.raises(OutOfBlocksError, match="group 'full': 1 blocks are needed and 0 of 2 are free"):
+        bench.open(1, 1)
+
+
+def test_a_cap_in_bytes_is_kept_to_the_byte(make_bench):
+    group_bytes = 256  # 16 tokens of two floats are 128 bytes, a block is a multiple of 256
+    for memory, fits in ((4 * group_bytes, True), (4 * group_bytes - 1, False)):
+        bench = make_bench({"full": (16,)}, memory=memory)
+        if fits:
+            bench.open(0, 48)  # three blocks and the null block
+        else:
+            with pytest.raises(OutOfBlocksError, match="group 'full': 3 more blocks .* of 1023 bytes"):
+                bench.open(0, 48)
+        assert bench.manager.usage().allocated_bytes <= memory
+        bench.manager.check()
+
+
+def test_a_cap_that_cannot_hold_the_null_blocks_is_refused_at_once(make_bench):
+    with pytest.raises(OutOfBlocksError, match=r"memory: 511 bytes cannot hold one null block per group \(512"):
+        make_bench({"full": (16,), "state": ()}, memory=511)
+    make_bench({"full": (16,), "state": ()}, memory=512)
+
+
+def test_a_share_is_a_share_of_the_devices_memory(make_bench, monkeypatch):
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1}.__getitem__)
+    bench = make_bench({"full": (16,)}, memory=0.25)  # 1024 bytes
+    bench.open(0, 48)
+    with pytest.raises(OutOfBlocksError, match="of 1024 bytes"):
+        bench.open(1, 1)
+
+
+def test_an_idle_pool_gives_its_bytes_to_one_that_needs_them(make_bench):
+    """One long request, then many short ones, in a budget that does not hold both groups' peaks."""
+    bench = make_bench({"full": (16,), "state": ()}, memory=12 * 256)
+    long = bench.open(0, 8 * 16)  # 8 blocks, one state and two null blocks: 11 of 12
+    bench.manager.free(long)
+    held = [bench.open(row, 5) for row in range(5)]  # 5 blocks, 5 states and two null blocks
+    assert bench.num_used() == {"full": 5, "state": 5}
+    assert bench.manager.usage().allocated_bytes == 12 * 256
+    before = bench.snapshot()
+    with pytest.raises(OutOfBlocksError, match="and 3072 of 3072 bytes of memory are taken"):
+        bench.step(bench.manager.open(bench.tables, 7), 1)
+    assert bench.snapshot() == before
+    bench.manager.check()
+    for request in held[1:]:
+        bench.manager.free(request)
+    bench.step(held[0], 7 * 16 - 5)
+    bench.manager.check()
+
+
+def test_usage_counts_held_and_allocated_bytes_and_remembers_the_peak(make_bench):
+    bench = make_bench({"full": (16,), "state": ()}, memory={"full": 8, "state": 4})
+    assert bench.manager.usage().allocated_bytes == (9 + 5) * 256
+    request = bench.open(0, 40)
+    usage = bench.manager.usage()
+    assert [(group.name, group.num_used, group.held_bytes) for group in usage.groups] == [
+        ("full", 3, 768),
+        ("state", 1, 256),
+    ]
+    bench.manager.free(request)
+    usage = bench.manager.usage()
+    assert (usage.held_bytes, usage.peak_held_bytes) == (0, 1024)
+    bench.manager.reset_peak()
+    assert bench.manager.usage().peak_held_bytes == 0
+    assert usage.peak_held_bytes == 1024  # an account of one moment
+
+
+# The checker has teeth
+
+
+def plant_a_block_twice(bench, request):
+    first, second, _ = bench.row(request, "full")
+    bench.tables["full"].add_row(request.row, [first, second, first])
+
+
+def plant_an_owner_too_many(bench, request):
+    bench.manager.pool("full").share(bench.row(request, "full")[:1])
+
+
+def plant_an_owner_too_few(bench, request):
+    bench.manager.pool("full").free(bench.row(request, "full")[:1])
+
+
+def plant_a_block_that_nobody_holds(bench, request):
+    bench.manager.pool("full").allocate(1)
+
+
+def plant_a_lost_free_block(bench, request):
+    bench.manager.pool("full")._free.pop()
+
+
+def plant_a_row_past_its_request(bench, request):
+    bench.tables["full"].append_row(request.row, [0])
+
+
+def plant_a_hole_in_the_window(bench, request):
+    bench.manager.pool("window").free(bench.row(request, "window")[-2:-1])
+    bench.tables["window"].null_range(request.row, 6, 7)
+
+
+def plant_a_stale_tail(bench, request):
+    bench.tables["full"]._table[request.row, 3] = 7
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (plant_a_block_twice, "group 'full': block 1 is in 2 rows and has 1 owners"),
+        (plant_an_owner_too_many, "group 'full': block 1 is in 1 rows and has 2 owners"),
+        (plant_an_owner_too_few, "group 'full': block 1 is in 1 rows and has 0 owners"),
+        (plant_a_block_that_nobody_holds, "group 'full': block 4 is in 0 rows and has 1 owners"),
+        (plant_a_lost_free_block, "group 'full': 3 owned, 5 free and 1 null block of 10"),
+        (plant_a_row_past_its_request, "group 'full': row 2 has 4 blocks, expected 3 for 40 tokens"),
+        (plant_a_hole_in_the_window, "group 'window': row 2 has the null block at column 6, .* after 30 tokens"),
+        (plant_a_stale_tail, "group 'full': row 2 names blocks behind its 3 blocks"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)  # fmt: skip
+def test_check_sees_a_planted_fault(make_bench, plant, message):
+    groups = {"window": (8, 4)} if "window" in message else {"full": (16,)}
+    bench = make_bench(groups, memory={name: 9 for name in groups})
+    request = bench.open(2, 30 if "window" in message else 40)
+    bench.manager.check()
+    plant(bench, request)
+    with pytest.raises(KVGroupsError, match=message):
+        bench.manager.check()
+
+
+def test_two_threads_share_one_manager(make_bench):
+    bench = make_bench(ALL_KINDS)
+    errors = []
+
+    def run(seed: int) -> None:
+        tables = MultiGroupBlockTable.from_config(bench.config)
+        try:
+            for turn in range(30):
+                request = bench.manager.open(tables, 0)
+                bench.step(request, 1 + (7 * turn + seed) % 40)
+                child = bench.manager.fork(request, tables, 1)
+                bench.step(child, 3)
+                bench.manager.check()
+                bench.manager.free(request)
+                bench.manager.free(child)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sum(bench.num_used().values()) == 0
