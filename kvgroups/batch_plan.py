@@ -14,6 +14,9 @@ from kvgroups.errors import UnsupportedCallError
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 """Arguments with one entry per row and column."""
 
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""Names under which an output carries its cache."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -25,9 +28,7 @@ class Pass:
     """(num_columns,), int64: the columns that are fed, the same for each row; None for all, padding included."""
 
 
-def plan_passes(
-    is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool, one_token: bool
-) -> list[Pass]:
+def plan_passes(is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool, one_token: bool) -> list[Pass]:
     """Put rows into passes.
 
     Args:
@@ -68,94 +69,114 @@ def plan_passes(
     return passes
 
 
-def slice_inputs(inputs: Mapping[str, Any], each: Pass, batch_size: int, num_columns: int) -> dict[str, Any]:
-    """The forward's arguments for one pass.
+def slice_inputs(
+    inputs: Mapping[str, Any], rows: np.ndarray, columns: np.ndarray | None, batch_size: int, num_columns: int
+) -> dict[str, Any]:
+    """The forward's arguments for some rows and columns of the batch.
+
+    Args:
+        inputs: the arguments for the whole batch.
+        rows: (num_rows,), int64, ascending.
+        columns: (num_fed,), int64, ascending; None for all.
+        batch_size: rows of the whole batch.
+        num_columns: columns of the whole batch.
 
     Raises:
         UnsupportedCallError: naming an argument that cannot be cut by row and column.
     """
-    if each.columns is None:
+    if columns is None and len(rows) == batch_size:
         return dict(inputs)
-    rows, columns = torch.from_numpy(each.rows), torch.from_numpy(each.columns)
     result = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or name == "logits_to_keep":
             result[name] = value
         elif name in _PER_TOKEN:
-            result[name] = _cut(name, value, rows, columns, batch_size, num_columns)
+            result[name] = _cut(name, value, rows, columns, batch_size)
         else:
             raise UnsupportedCallError(
                 f"{name}: a batch whose rows go through the model on their own cannot take this argument; leave it out"
             )
-    if "logits_to_keep" in inputs:
-        result["logits_to_keep"] = _kept_in_pass(inputs["logits_to_keep"], each.columns, num_columns)
+    if columns is not None and "logits_to_keep" in inputs:
+        result["logits_to_keep"] = _kept_in_pass(inputs["logits_to_keep"], columns, num_columns)
     return result
 
 
 def _cut(
-    name: str,
-    value: torch.Tensor,
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    batch_size: int,
-    num_columns: int,
+    name: str, value: torch.Tensor, rows: np.ndarray, columns: np.ndarray | None, batch_size: int
 ) -> torch.Tensor:
-    rows, columns = rows.to(value.device), columns.to(value.device)
     row_dim = value.ndim - 2 if name != "inputs_embeds" else 0  # position_ids may be (3, batch, tokens)
     if value.shape[row_dim] == 1 and batch_size > 1:
         value = value.expand(*value.shape[:row_dim], batch_size, *value.shape[row_dim + 1 :])
-    return value.index_select(row_dim, rows).index_select(row_dim + 1, columns)
+    value = value.index_select(row_dim, torch.from_numpy(rows).to(value.device))
+    if columns is None:
+        return value
+    return value.index_select(row_dim + 1, torch.from_numpy(columns).to(value.device))
 
 
 def merge_outputs(
-    outputs: Sequence[Any],
-    passes: Sequence[Pass],
-    inputs: Mapping[str, Any],
-    batch_size: int,
-    num_columns: int,
+    outputs: Sequence[Any], passes: Sequence[Pass], inputs: Mapping[str, Any], num_rows: int, num_columns: int
 ) -> Any:
-    """One output for the padded batch; columns that no pass fed hold zeros.
+    """One output for all rows of the passes; columns that no pass fed hold zeros.
 
     Args:
         outputs: what the model returned for each pass, with return_dict.
         passes: the passes, in the same order.
         inputs: the forward's arguments for the whole batch.
-        batch_size: rows.
-        num_columns: columns, padding included.
+        num_rows: rows of all passes.
+        num_columns: columns of the batch, padding included.
 
     Raises:
         UnsupportedCallError: naming an output that cannot be put together by row and column.
     """
     if passes[0].columns is None:
         return outputs[0]
-    kept = _kept_columns(inputs.get("logits_to_keep", 0), num_columns)
+    every_column = np.arange(num_columns)
     merged = type(outputs[0])()
     for name, first in outputs[0].items():
+        parts = [output[name] for output in outputs]
         if name == "logits":
-            merged[name] = _scatter([output[name] for output in outputs], passes, batch_size, kept)
-        elif name == "hidden_states":
-            merged[name] = tuple(
-                _scatter(list(layer), passes, batch_size, np.arange(num_columns))
-                for layer in zip(*(output[name] for output in outputs), strict=True)
-            )
-        elif name in ("cache", "past_key_values", "cache_params"):
-            merged[name] = first
+            kept = _kept_columns(inputs.get("logits_to_keep", 0), num_columns)
+            merged[name] = _scatter(parts, passes, num_rows, kept)
         elif name == "last_hidden_state":
-            merged[name] = _scatter(
-                [output[name] for output in outputs], passes, batch_size, np.arange(num_columns)
-            )
+            merged[name] = _scatter(parts, passes, num_rows, every_column)
+        elif name == "hidden_states":
+            layers = zip(*parts, strict=True)
+            merged[name] = tuple(_scatter(layer, passes, num_rows, every_column) for layer in layers)
+        elif name in _CACHES:
+            merged[name] = first
         else:
             raise UnsupportedCallError(
-                f"{name}: a batch whose rows go through the model on their own cannot return this output; do not ask for it"
+                f"{name}: a batch whose rows go through the model on their own cannot return this output; "
+                "do not ask for it"
             )
     return merged
 
 
+def repeat_rows(output: Any, places: Sequence[int]) -> Any:
+    """The output for rows that were computed once and stand for several.
+
+    Args:
+        output: of the rows that went through the model.
+        places: (batch,): for each row of the batch, which of them it is.
+    """
+
+    def repeat(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(repeat(item) for item in value)
+        return value.index_select(0, index.to(value.device)) if isinstance(value, torch.Tensor) else value
+
+    index = torch.tensor(places)
+    for name, value in output.items():
+        if name not in _CACHES:
+            output[name] = repeat(value)
+    return output
+
+
 def _scatter(
-    parts: Sequence[torch.Tensor], passes: Sequence[Pass], batch_size: int, kept: np.ndarray
+    parts: Sequence[torch.Tensor], passes: Sequence[Pass], num_rows: int, kept: np.ndarray
 ) -> torch.Tensor:
-    """Put parts (rows of the pass, its kept columns, dim) into (batch, kept columns, dim)."""
-    whole = parts[0].new_zeros((batch_size, len(kept), parts[0].shape[-1]))
+    """Put parts (rows of the pass, its kept columns, dim) into (rows, kept columns, dim)."""
+    whole = parts[0].new_zeros((num_rows, len(kept), parts[0].shape[-1]))
     for part, each in zip(parts, passes, strict=True):
         places = np.flatnonzero(np.isin(kept, each.columns))
         if len(places):
@@ -171,9 +192,7 @@ def _kept_columns(logits_to_keep: int | torch.Tensor, num_columns: int) -> np.nd
     return columns[-logits_to_keep:] if logits_to_keep else columns
 
 
-def _kept_in_pass(
-    logits_to_keep: int | torch.Tensor, fed: np.ndarray, num_columns: int
-) -> int | torch.Tensor:
+def _kept_in_pass(logits_to_keep: int | torch.Tensor, fed: np.ndarray, num_columns: int) -> int | torch.Tensor:
     """Which of a pass's own positions the caller wants logits of; one that is thrown away if none."""
     wanted = np.flatnonzero(np.isin(fed, _kept_columns(logits_to_keep, num_columns)))
     if len(wanted) == 0:

@@ -243,7 +243,7 @@ class BlockTable:
         packed[: 2 * total].view(np.int64)[:] = places
         packed[2 * total :] = self._table.reshape(-1)[places]
         moved = to_device(packed, self.device)
-        self.device_table.view(-1).index_copy_(0, moved[: 2 * total].view(torch.int64), moved[2 * total :])
+        ops.table_update(self.device_table, moved[: 2 * total].view(torch.int64), moved[2 * total :])
 
         self._dirty_start[rows] = self.width
         self._dirty_stop[rows] = 0

@@ -79,6 +79,7 @@ class Manager:
         self._lock = threading.RLock()
         self._requests: set[Request] = set()
         self._peak_held_bytes = 0
+        self._copied_bytes = 0
         self._groups = {
             group.name: _Group(
                 config=group,
@@ -228,12 +229,28 @@ class Manager:
                     copies[name], group.pool.allocate(len(copies[name])), strict=True
                 ):
                     group.storage.copy_block(int(blocks[column]), block_id)
+                    self._copied_bytes += group.config.block_bytes
                     blocks[column] = block_id
                 rows[name] = blocks
             tables.add_row(row, rows)
             self._requests.add(child)
             self._peak_held_bytes = max(self._peak_held_bytes, self._held_bytes())
             return child
+
+    def move(self, request: Request, tables: MultiGroupBlockTable, row: int) -> None:
+        """Put a request into an empty `row`, of other tables too; its blocks stay where they are.
+
+        Raises:
+            KVGroupsError: the row belongs to a request, or `request` was freed. Nothing is changed.
+        """
+        with self._lock:
+            self._check_request(request, 0)
+            self._check_vacant(tables, row)
+            tables.add_row(
+                row, {name: self._row_blocks(group, request) for name, group in self._groups.items()}
+            )
+            request.tables.clear_row(request.row)
+            request.tables, request.row = tables, row
 
     # Limits and accounts
 
@@ -291,7 +308,7 @@ class Manager:
                 GroupUsage(name, group.config.block_bytes, group.pool.num_used, group.pool.num_blocks - 1)
                 for name, group in self._groups.items()
             )
-            return Usage(groups, self._peak_held_bytes)
+            return Usage(groups, self._peak_held_bytes, self._copied_bytes)
 
     def reset_peak(self) -> None:
         """Start the peak of `usage` anew from what is held now."""

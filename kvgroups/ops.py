@@ -1,8 +1,9 @@
 """The one dispatch point: every operation on blocks, slots and state slots, whatever computes it.
 
-An operation exists as `reference` (naive, easy to believe) and `torch` (vectorised, runs everywhere), with
-one signature. `backend="auto"` takes the first form that serves the call; a form asked for by name runs or is
-refused with all its reasons. `use_backend` sets the default for a block of code.
+An operation exists as `reference` (naive, easy to believe), as `torch` (vectorised, runs everywhere) and, most
+of them, as `triton` (for GPUs), with one signature. `backend="auto"` takes the first form that serves the call;
+a form asked for by name runs or is refused with all its reasons. `use_backend` sets the default for a block of
+code.
 
 Shapes, dtypes and devices are checked here, from what the host knows: no check waits for a GPU, so what only
 the contents of a tensor could tell (a slot out of range, a position past the table) is the caller's promise.
@@ -14,39 +15,59 @@ place in its own request; padding is always a suffix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvgroups.errors import BackendUnavailableError, ShapeError
+from kvgroups.kernels.causal_conv1d import reference as causal_conv1d_reference
+from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
 from kvgroups.kernels.gather_kv import reference as gather_kv_reference
 from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
 from kvgroups.kernels.paged_attention import reference as paged_attention_reference
 from kvgroups.kernels.paged_attention import torch_impl as paged_attention_torch
+from kvgroups.kernels.selective_scan import reference as selective_scan_reference
+from kvgroups.kernels.selective_scan import torch_impl as selective_scan_torch
 from kvgroups.kernels.slot_mapping import reference as slot_mapping_reference
 from kvgroups.kernels.slot_mapping import torch_impl as slot_mapping_torch
+from kvgroups.kernels.ssd_scan import reference as ssd_scan_reference
+from kvgroups.kernels.ssd_scan import torch_impl as ssd_scan_torch
 from kvgroups.kernels.state_slots import reference as state_slots_reference
 from kvgroups.kernels.state_slots import torch_impl as state_slots_torch
+from kvgroups.kernels.state_update import reference as state_update_reference
+from kvgroups.kernels.state_update import torch_impl as state_update_torch
+from kvgroups.kernels.table_update import reference as table_update_reference
+from kvgroups.kernels.table_update import torch_impl as table_update_torch
 from kvgroups.kernels.write_kv import reference as write_kv_reference
 from kvgroups.kernels.write_kv import torch_impl as write_kv_torch
 
 __all__ = [
+    "causal_conv1d",
+    "causal_conv1d_update",
     "gather_kv",
     "gather_states",
     "paged_attention",
     "scatter_states",
+    "selective_scan",
+    "selective_state_update",
     "slot_mapping",
+    "ssd_scan",
+    "table_update",
     "use_backend",
     "write_kv",
 ]
 
 Layout = Literal["NHD", "HND"]
 SlotMappingMode = Literal["paged", "ring", "token", "none"]
+Activation = Literal["silu", "swish"]
 
 
 def slot_mapping(
@@ -153,6 +174,37 @@ def slot_mapping(
         cp_rank=cp_rank,
         cp_interleave=cp_interleave,
     )
+
+
+def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: str = "auto") -> None:
+    """Change entries of a block table on its device, in place.
+
+    Args:
+        table: (max_num_reqs, width), int32, contiguous. Block ids.
+        places: (num_entries,), int64, distinct. `row * width + column` of each changed entry.
+        block_ids: (num_entries,), int32. What the entries become.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or a table that is not contiguous.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: ours. vLLM copies whole rows, which grow with the longest sequence and not with what changed.
+
+    Example:
+        >>> table = torch.zeros(2, 3, dtype=torch.int32)
+        >>> table_update(table, torch.tensor([1, 5]), torch.tensor([7, 9], dtype=torch.int32))
+        >>> table.tolist()
+        [[0, 7, 0], [0, 0, 9]]
+    """
+    _check("table", table, (_ANY, _ANY), (torch.int32,), table.device)
+    _check("places", places, (len(places),), (torch.int64,), table.device)
+    _check("block_ids", block_ids, (len(places),), (torch.int32,), table.device)
+    if not table.is_contiguous():
+        raise ShapeError(
+            f"table: expected a contiguous {tuple(table.shape)}, got strides {table.stride()}. "
+            "Places count through whole rows."
+        )
+    _run("table_update", backend, table, places, block_ids)
 
 
 def write_kv(
@@ -459,6 +511,432 @@ def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: st
     _run("scatter_states", backend, states, slots, values)
 
 
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    *,
+    query_start_loc: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    activation: Activation | None = None,
+    snapshot_tokens: Tensor | None = None,
+    snapshot_slots: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The short causal convolution of a state layer, for every token of this step.
+
+    The state of a request is its last K inputs, oldest first, zeros where there were fewer. An output looks at
+    K inputs, its own included: the oldest input of the initial state is kept, as transformers keeps it, but not
+    looked at. A request starts from `initial_slots` and leaves its state in `final_slots`: the same slot for a
+    running state, another to start from a snapshot, which is only read. A request without tokens changes no
+    slot. No slot is written for one request and read or written for another in the same call.
+
+    The sum is in fp32, rounded to the weight's dtype before the activation. No gradient flows into the states.
+
+    Args:
+        x: (num_tokens, channels), floating. The requests' tokens, packed; from `query_start_loc[-1]` on they
+            are padding, are not looked at and yield 0.
+        weight: (channels, K), floating. Its last column is the token's own.
+        bias: (channels,), floating, or None.
+        states: (num_slots, channels, K), floating, strided anyhow. Written in place.
+        query_start_loc: (num_reqs + 1,), int32 or int64. Where each request's tokens start.
+        initial_slots: (num_reqs,), int32 or int64. Where each request's state comes from; 0 is the zero state.
+        final_slots: (num_reqs,), int32 or int64. Where the state after each request's last token goes; 0: nowhere.
+        activation: `silu` or `swish`, which are one, or None.
+        snapshot_tokens: (num_snapshots,), int64. Indices into x: the state after exactly that token is kept.
+        snapshot_slots: (num_snapshots,), int32 or int64. Where; 0: nowhere, and its token is not looked at.
+
+    Returns:
+        (num_tokens, channels), the dtype of x.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or an unknown activation.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    The torch form reads start locations and slots on the host: on a GPU that is a device-to-host sync.
+
+    Source: `causal_conv1d_fn` of the causal-conv1d package; there a state has K - 1 columns and one slot.
+
+    Example:
+        Each input plus ten times its own predecessor. The state slot 1 gets the last two inputs:
+
+        >>> states = torch.zeros(2, 1, 2)
+        >>> causal_conv1d(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0, 1.0]]), None, states,
+        ...               query_start_loc=torch.tensor([0, 3]), initial_slots=torch.tensor([0]),
+        ...               final_slots=torch.tensor([1])).flatten().tolist()
+        [1.0, 12.0, 23.0]
+        >>> states[1].tolist()
+        [[2.0, 3.0]]
+    """
+    device = x.device
+    _check("x", x, (_ANY, _ANY), None, device)
+    _check_convolution(x.shape[1], weight, bias, states, activation, device)
+    _check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
+    return _run(
+        "causal_conv1d",
+        backend,
+        x,
+        weight,
+        bias,
+        states,
+        query_start_loc=query_start_loc,
+        initial_slots=initial_slots,
+        final_slots=final_slots,
+        activation=activation,
+        snapshot_tokens=snapshot_tokens,
+        snapshot_slots=snapshot_slots,
+    )
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: Activation | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The short causal convolution for one token per request, in place on the requests' slots.
+
+    `causal_conv1d` with one token a request and equal initial and final slots. A row with slot 0 is padding:
+    its output means nothing, and no slot is written.
+
+    Args:
+        x: (num_reqs, channels), floating. One token per request.
+        states: (num_slots, channels, K), floating, strided anyhow: each request's last K inputs, oldest first.
+            Written in place.
+        slots: (num_reqs,), int32 or int64. The state slot of each request; those other than 0 are distinct.
+        weight: (channels, K), floating. Its last column is the token's own.
+        bias: (channels,), floating, or None.
+        activation: `silu` or `swish`, which are one, or None.
+
+    Returns:
+        (num_reqs, channels), the dtype of x.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or an unknown activation.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: `causal_conv1d_update` of the causal-conv1d package.
+
+    Example:
+        >>> states = torch.tensor([[[0.0, 0.0]], [[1.0, 2.0]]])
+        >>> causal_conv1d_update(torch.tensor([[3.0]]), states, torch.tensor([1]),
+        ...                      torch.tensor([[10.0, 1.0]]), None)
+        tensor([[23.]])
+        >>> states[1].tolist()
+        [[2.0, 3.0]]
+    """
+    device = x.device
+    _check("x", x, (_ANY, _ANY), None, device)
+    _check_convolution(x.shape[1], weight, bias, states, activation, device)
+    _check("slots", slots, (len(x),), _INDEX, device)
+    return _run("causal_conv1d_update", backend, x, states, slots, weight, bias, activation=activation)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    states: Tensor,
+    *,
+    query_start_loc: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    snapshot_tokens: Tensor | None = None,
+    snapshot_slots: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The scan of Mamba-1, for every token of this step.
+
+    Per channel, with a state h of N numbers:
+
+        h = exp(dt * A) * h + dt * x * B        out = (h . C + D * x) * silu(z)
+
+    A request starts from `initial_slots` and leaves its state in `final_slots`, by the rules of
+    `causal_conv1d`. The recurrence is in fp32; a state is rounded to the dtype of states when it is written.
+    No gradient flows into the states.
+
+    Args:
+        x: (num_tokens, channels), floating. The requests' tokens, packed; from `query_start_loc[-1]` on they
+            are padding, are not looked at and yield 0.
+        dt: (num_tokens, channels), floating. Step sizes, before bias and softplus.
+        A: (channels, N), floating, negative.
+        B: (num_tokens, N), the dtype of x.
+        C: (num_tokens, N), the dtype of x.
+        states: (num_slots, channels, N), floating, strided anyhow. Written in place.
+        query_start_loc: (num_reqs + 1,), int32 or int64. Where each request's tokens start.
+        initial_slots: (num_reqs,), int32 or int64. Where each request's state comes from; 0 is the zero state.
+        final_slots: (num_reqs,), int32 or int64. Where the state after each request's last token goes; 0: nowhere.
+        D: (channels,), floating, or None. The skip connection.
+        z: (num_tokens, channels), the dtype of x, or None. The gate.
+        dt_bias: (channels,), floating, or None. Added to dt.
+        dt_softplus: whether softplus is applied to dt, after the bias.
+        snapshot_tokens: (num_snapshots,), int64. Indices into x: the state after exactly that token is kept.
+        snapshot_slots: (num_snapshots,), int32 or int64. Where; 0: nowhere, and its token is not looked at.
+
+    Returns:
+        (num_tokens, channels), the dtype of x.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    The torch form reads start locations and slots on the host: on a GPU that is a device-to-host sync.
+
+    Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", algorithm 2.
+
+    Example:
+        Nothing decays, so the state is a running sum, here on top of the 10 in slot 2:
+
+        >>> one, states = torch.ones(3, 1), torch.tensor([[[0.0]], [[0.0]], [[10.0]]])
+        >>> selective_scan(torch.tensor([[1.0], [2.0], [3.0]]), one, torch.zeros(1, 1), one, one, states,
+        ...                query_start_loc=torch.tensor([0, 3]), initial_slots=torch.tensor([2]),
+        ...                final_slots=torch.tensor([1])).flatten().tolist()
+        [11.0, 13.0, 16.0]
+        >>> states.flatten().tolist()
+        [0.0, 16.0, 10.0]
+    """
+    device, (num_tokens, channels) = x.device, _sizes("x", x, 2)
+    state_size = _sizes("A", A, 2)[1]
+    _check("A", A, (channels, state_size), None, device)
+    _check("dt", dt, (num_tokens, channels), None, device)
+    for name, tensor in (("B", B), ("C", C)):
+        _check(name, tensor, (num_tokens, state_size), (x.dtype,), device)
+    _check("states", states, (_ANY, channels, state_size), None, device)
+    _check_scan_options(x, (channels,), D, z, dt_bias)
+    _check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
+    return _run(
+        "selective_scan",
+        backend,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        states,
+        query_start_loc=query_start_loc,
+        initial_slots=initial_slots,
+        final_slots=final_slots,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        snapshot_tokens=snapshot_tokens,
+        snapshot_slots=snapshot_slots,
+    )
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    states: Tensor,
+    *,
+    chunk_size: int,
+    query_start_loc: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    is_limited: Tensor | None = None,
+    snapshot_tokens: Tensor | None = None,
+    snapshot_slots: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The scan of Mamba-2, for every token of this step.
+
+    Per head, with a state h of (P, N) numbers and one decay for all of them:
+
+        h = exp(dt * A) * h + dt * outer(x, B)        out = (h @ C + D * x) * silu(z)
+
+    Head h uses the SSM group `h // (heads // G)` of B and C. A request starts from `initial_slots` and leaves
+    its state in `final_slots`, by the rules of `causal_conv1d`. Everything after the step sizes is in fp32; a
+    state is rounded to the dtype of states when it is written. No gradient flows into the states.
+
+    Args:
+        x: (num_tokens, heads, P), floating. The requests' tokens, packed; from `query_start_loc[-1]` on they
+            are padding, are not looked at and yield 0.
+        dt: (num_tokens, heads), floating. Step sizes, before bias, softplus and limit.
+        A: (heads,), floating, negative.
+        B: (num_tokens, G, N), the dtype of x. G divides heads.
+        C: (num_tokens, G, N), the dtype of x.
+        states: (num_slots, heads, P, N), floating, strided anyhow. Written in place.
+        chunk_size: tokens. A tuning number: the longest chunk, no matter for the result but by rounding.
+        query_start_loc: (num_reqs + 1,), int32 or int64. Where each request's tokens start.
+        initial_slots: (num_reqs,), int32 or int64. Where each request's state comes from; 0 is the zero state.
+        final_slots: (num_reqs,), int32 or int64. Where the state after each request's last token goes; 0: nowhere.
+        D: (heads,), floating, or None. The skip connection.
+        z: (num_tokens, heads, P), the dtype of x, or None. The gate.
+        dt_bias: (heads,), floating, or None. Added to dt.
+        dt_softplus: whether softplus is applied to dt, after the bias.
+        dt_limit: the least and the greatest step size, clamped to after softplus.
+        is_limited: (num_reqs,), bool. Whose step sizes are clamped; None: everyone's. transformers clamps in
+            prefill and not in decode, so a step that mixes them needs both.
+        snapshot_tokens: (num_snapshots,), int64. Indices into x: the state after exactly that token is kept.
+        snapshot_slots: (num_snapshots,), int32 or int64. Where; 0: nowhere, and its token is not looked at.
+
+    Returns:
+        (num_tokens, heads, P), float32, or float64 where x or states are: the gated norm that follows works
+        in fp32, and transformers rounds after it.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or G that does not divide heads.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    The torch form reads start locations and slots on the host: on a GPU that is a device-to-host sync.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs", section 6; `mamba_chunk_scan_combined` of mamba-ssm, where
+        the result has the dtype of x.
+
+    Example:
+        Nothing decays, so the state is a running sum, here on top of the 10 in slot 2:
+
+        >>> one, states = torch.ones(3, 1, 1), torch.tensor([0.0, 0.0, 10.0]).view(3, 1, 1, 1)
+        >>> x = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+        >>> ssd_scan(x, one[:, 0], torch.zeros(1), one, one, states, chunk_size=2,
+        ...          query_start_loc=torch.tensor([0, 3]), initial_slots=torch.tensor([2]),
+        ...          final_slots=torch.tensor([1])).flatten().tolist()
+        [11.0, 13.0, 16.0]
+        >>> states.flatten().tolist()
+        [0.0, 16.0, 10.0]
+    """
+    device, (num_tokens, heads, head_dim) = x.device, _sizes("x", x, 3)
+    _, groups, state_size = _sizes("B", B, 3)
+    _check_ssm_groups(heads, groups)
+    _check("dt", dt, (num_tokens, heads), None, device)
+    _check("A", A, (heads,), None, device)
+    for name, tensor in (("B", B), ("C", C)):
+        _check(name, tensor, (num_tokens, groups, state_size), (x.dtype,), device)
+    _check("states", states, (_ANY, heads, head_dim, state_size), None, device)
+    _check_scan_options(x, (heads,), D, z, dt_bias)
+    _check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
+    if is_limited is not None:
+        _check("is_limited", is_limited, (len(initial_slots),), (torch.bool,), device)
+    if chunk_size < 1:
+        raise ShapeError(f"chunk_size: expected at least 1 token, got {chunk_size}.")
+    if not dt_limit[0] <= dt_limit[1]:
+        raise ShapeError(f"dt_limit: expected the least and the greatest step size, got {dt_limit}.")
+    return _run(
+        "ssd_scan",
+        backend,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        states,
+        chunk_size=chunk_size,
+        query_start_loc=query_start_loc,
+        initial_slots=initial_slots,
+        final_slots=final_slots,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        is_limited=is_limited,
+        snapshot_tokens=snapshot_tokens,
+        snapshot_slots=snapshot_slots,
+    )
+
+
+def selective_state_update(
+    states: Tensor,
+    slots: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """One token per request through the recurrence of Mamba-1 or Mamba-2, in place on the requests' slots.
+
+    Mamba-1 is `selective_scan`, Mamba-2 `ssd_scan`, for one token a request with equal initial and final slots
+    and without a limit on the step size. A row with slot 0 is padding: its output means nothing, and no slot is
+    written.
+
+    Args:
+        states: Mamba-1 (num_slots, channels, N) or Mamba-2 (num_slots, heads, P, N), floating, strided anyhow.
+            Written in place.
+        slots: (num_reqs,), int32 or int64. The state slot of each request; those other than 0 are distinct.
+        x: (num_reqs, channels) or (num_reqs, heads, P), floating. Its number of dims tells the form.
+        dt: like x, floating. Step sizes, before bias and softplus. Mamba-2 has one per head: expand it to P, and
+            A, D and dt_bias likewise, without a copy.
+        A: (channels, N) or (heads, P, N), floating, negative.
+        B: (num_reqs, N) or (num_reqs, G, N), the dtype of x. G divides heads.
+        C: like B.
+        D: (channels,) or (heads, P), floating, or None. The skip connection.
+        z: like x, or None. The gate.
+        dt_bias: (channels,) or (heads, P), floating, or None. Added to dt.
+        dt_softplus: whether softplus is applied to dt, after the bias.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or G that does not divide heads.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: `selective_state_update` of mamba-ssm, where the slots are `state_batch_indices`.
+
+    Example:
+        >>> one, states = torch.ones(1, 1), torch.tensor([[[0.0]], [[10.0]]])
+        >>> selective_state_update(states, torch.tensor([1]), 2 * one, one, 0 * one, one, one)
+        tensor([[12.]])
+        >>> states.flatten().tolist()
+        [0.0, 12.0]
+    """
+    device, is_mamba1 = x.device, x.dim() == 2
+    num_reqs, *inner = _sizes("x", x, 2 if is_mamba1 else 3)
+    _, *groups, state_size = _sizes("B", B, x.dim())
+    if not is_mamba1:
+        _check_ssm_groups(inner[0], groups[0])
+    _check("dt", dt, (num_reqs, *inner), None, device)
+    _check("A", A, (*inner, state_size), None, device)
+    for name, tensor in (("B", B), ("C", C)):
+        _check(name, tensor, (num_reqs, *groups, state_size), (x.dtype,), device)
+    _check("states", states, (_ANY, *inner, state_size), None, device)
+    _check("slots", slots, (num_reqs,), _INDEX, device)
+    _check_scan_options(x, tuple(inner), D, z, dt_bias)
+    return _run(
+        "selective_state_update",
+        backend,
+        states,
+        slots,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+    )
+
+
 # Choosing a backend.
 
 
@@ -473,35 +951,94 @@ class _Form:
 
     run: Callable[..., Any]
     refusals: Callable[..., list[str]] = _no_refusals
+    auto_on: str | None = None
+    """The type of device on which `auto` takes this form; None for any."""
+
+
+def _triton(folder: str, operation: str) -> _Form:
+    """The Triton form of an operation. Its module, and with it triton, is imported when it is first asked."""
+
+    def module() -> Any:
+        return import_module(f"kvgroups.kernels.{folder}.triton_impl")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(_first_tensor(args)):  # triton launches on the current device
+            return getattr(module(), operation)(*args, **kwargs)
+
+    def refusals(*args: Any, **kwargs: Any) -> list[str]:
+        if find_spec("triton") is None:
+            return ["needs the package triton, which is not installed"]
+        device = _first_tensor(args).device
+        if device.type != "cuda" and not (device.type == "cpu" and module().INTERPRETED):
+            return [f"needs tensors on a GPU, or on the CPU with Triton's interpreter, got {device}"]
+        return getattr(module(), "refusals", _no_refusals)(*args, **kwargs)
+
+    return _Form(run, refusals, auto_on="cuda")
+
+
+def _first_tensor(args: tuple[Any, ...]) -> Tensor:
+    """The tensor whose device is the call's."""
+    return next(arg for arg in args if isinstance(arg, Tensor))
 
 
 _FORMS: dict[str, dict[str, _Form]] = {
     "slot_mapping": {
+        "triton": _triton("slot_mapping", "slot_mapping"),
         "torch": _Form(slot_mapping_torch.slot_mapping),
         "reference": _Form(slot_mapping_reference.slot_mapping),
     },
+    "table_update": {
+        "triton": _triton("table_update", "table_update"),
+        "torch": _Form(table_update_torch.table_update),
+        "reference": _Form(table_update_reference.table_update),
+    },
     "write_kv": {
+        "triton": _triton("write_kv", "write_kv"),
         "torch": _Form(write_kv_torch.write_kv),
         "reference": _Form(write_kv_reference.write_kv),
     },
     "paged_attention": {
+        "triton": _triton("paged_attention", "paged_attention"),
         "torch": _Form(paged_attention_torch.paged_attention),
         "reference": _Form(paged_attention_reference.paged_attention),
     },
     "gather_kv": {
+        "triton": _triton("gather_kv", "gather_kv"),
         "torch": _Form(gather_kv_torch.gather_kv),
         "reference": _Form(gather_kv_reference.gather_kv),
     },
     "gather_states": {
+        "triton": _triton("state_slots", "gather_states"),
         "torch": _Form(state_slots_torch.gather_states),
         "reference": _Form(state_slots_reference.gather_states),
     },
     "scatter_states": {
+        "triton": _triton("state_slots", "scatter_states"),
         "torch": _Form(state_slots_torch.scatter_states),
         "reference": _Form(state_slots_reference.scatter_states),
     },
+    "causal_conv1d": {
+        "torch": _Form(causal_conv1d_torch.causal_conv1d),
+        "reference": _Form(causal_conv1d_reference.causal_conv1d),
+    },
+    "causal_conv1d_update": {
+        "torch": _Form(causal_conv1d_torch.causal_conv1d_update),
+        "reference": _Form(causal_conv1d_reference.causal_conv1d_update),
+    },
+    "selective_scan": {
+        "torch": _Form(selective_scan_torch.selective_scan),
+        "reference": _Form(selective_scan_reference.selective_scan),
+    },
+    "ssd_scan": {
+        "torch": _Form(ssd_scan_torch.ssd_scan),
+        "reference": _Form(ssd_scan_reference.ssd_scan),
+    },
+    "selective_state_update": {
+        "torch": _Form(state_update_torch.selective_state_update),
+        "reference": _Form(state_update_reference.selective_state_update),
+    },
 }
-"""Operation -> backend -> form. `auto` takes the first that does not refuse, and never the reference."""
+"""Operation -> backend -> form, in the order in which `auto` tries them. It never takes the reference."""
 
 _default_backend: ContextVar[str] = ContextVar("kvgroups_backend", default="auto")
 
@@ -510,10 +1047,11 @@ _default_backend: ContextVar[str] = ContextVar("kvgroups_backend", default="auto
 def use_backend(name: str) -> Iterator[None]:
     """Make `name` the backend of every call in the block that does not ask for one itself.
 
-    The default belongs to the running thread or task; blocks nest.
+    An operation that has no such form (not all have a Triton one) goes by `auto`. The default belongs to the
+    running thread or task; blocks nest.
 
     Args:
-        name: `auto`, `torch` or `reference`.
+        name: `auto`, `triton`, `torch` or `reference`.
 
     Raises:
         BackendUnavailableError: if no operation has such a backend.
@@ -536,14 +1074,16 @@ def use_backend(name: str) -> Iterator[None]:
 def _run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     """Run the form of `operation` that `backend` names, or else the first that serves the call."""
     forms = _FORMS[operation]
-    asked = _default_backend.get() if backend == "auto" else backend
-    if asked == "auto":
-        candidates = [name for name in forms if name != "reference"]
-    elif asked in forms:
-        candidates = [asked]
+    if backend == "auto":
+        default = _default_backend.get()
+        backend = default if default in forms else "auto"
+    if backend == "auto":
+        candidates = _auto_candidates(forms, args)
+    elif backend in forms:
+        candidates = [backend]
     else:
         raise BackendUnavailableError(
-            f"{operation}: expected a backend among auto, {', '.join(forms)}, got {asked!r}. "
+            f"{operation}: expected a backend among auto, {', '.join(forms)}, got {backend!r}. "
             + _advice(forms, args, kwargs)
         )
     reasons = []
@@ -553,14 +1093,23 @@ def _run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
             return forms[name].run(*args, **kwargs)
         reasons.append(f"{name}: {'; '.join(refusals)}")
     raise BackendUnavailableError(
-        f"{operation}: backend {asked!r} does not serve this call ({' | '.join(reasons)}). "
+        f"{operation}: backend {backend!r} does not serve this call ({' | '.join(reasons)}). "
         + _advice(forms, args, kwargs)
     )
 
 
+def _auto_candidates(forms: dict[str, _Form], args: tuple[Any, ...]) -> list[str]:
+    """The forms that `auto` may take for tensors on this device."""
+    device = _first_tensor(args).device.type
+    return [
+        name for name, form in forms.items() if name != "reference" and form.auto_on in (None, device)
+    ]
+
+
 def _advice(forms: dict[str, _Form], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Which backend to ask for instead."""
-    serving = [name for name, form in forms.items() if not form.refusals(*args, **kwargs)]
+    names = [*_auto_candidates(forms, args), "reference"]
+    serving = [name for name in names if name in forms and not forms[name].refusals(*args, **kwargs)]
     return f"backend={serving[0]!r} serves it." if serving else "No backend serves it."
 
 
@@ -644,3 +1193,71 @@ def _check_step_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 
 def _block_size(cache: Tensor, layout: str) -> int:
     return cache.shape[1 if layout == "NHD" else 2]
+
+
+def _sizes(name: str, tensor: Tensor, num_dims: int) -> tuple[int, ...]:
+    """The sizes of a floating tensor of that many dims; raise ShapeError if it is not one."""
+    _check(name, tensor, (_ANY,) * num_dims, None, tensor.device)
+    return tuple(tensor.shape)
+
+
+def _check_convolution(
+    channels: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    activation: str | None,
+    device: torch.device,
+) -> None:
+    """Raise ShapeError unless weights, states and activation of a convolution fit its channels."""
+    _check("weight", weight, (channels, _AtLeast(1)), None, device)
+    if bias is not None:
+        _check("bias", bias, (channels,), None, device)
+    _check("states", states, (_ANY, channels, weight.shape[1]), None, device)
+    if activation not in (None, "silu", "swish"):
+        raise ShapeError(
+            f"activation: expected silu, swish or None, got {activation!r}. Apply any other one to the result."
+        )
+
+
+def _check_scan_slots(
+    query_start_loc: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    snapshot_tokens: Tensor | None,
+    snapshot_slots: Tensor | None,
+    device: torch.device,
+) -> None:
+    """Raise ShapeError unless each request has tokens and slots, and each snapshot a token and a slot."""
+    num_reqs = len(initial_slots)
+    _check("query_start_loc", query_start_loc, (num_reqs + 1,), _INDEX, device)
+    _check("initial_slots", initial_slots, (num_reqs,), _INDEX, device)
+    _check("final_slots", final_slots, (num_reqs,), _INDEX, device)
+    if snapshot_tokens is not None and snapshot_slots is not None:
+        _check("snapshot_tokens", snapshot_tokens, (len(snapshot_slots),), (torch.int64,), device)
+        _check("snapshot_slots", snapshot_slots, (len(snapshot_slots),), _INDEX, device)
+    elif not (snapshot_tokens is snapshot_slots is None):
+        missing = "snapshot_tokens" if snapshot_tokens is None else "snapshot_slots"
+        raise ShapeError(
+            f"{missing}: expected one per snapshot, got None. Pass snapshot_tokens and snapshot_slots, or neither."
+        )
+
+
+def _check_scan_options(
+    x: Tensor, shape: tuple[int, ...], D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None
+) -> None:
+    """Raise ShapeError unless D and dt_bias have that shape and the gate z fits x, where there are any."""
+    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            _check(name, tensor, shape, None, x.device)
+    if z is not None:
+        _check("z", z, tuple(x.shape), (x.dtype,), x.device)
+
+
+def _check_ssm_groups(heads: int, groups: int) -> None:
+    """Raise ShapeError unless every SSM group of B and C serves the same number of heads."""
+    if groups == 0 or heads % groups:
+        raise ShapeError(
+            f"B: expected a number of SSM groups that divides the {heads} heads of x, got {groups}. "
+            "Each SSM group serves the same number of heads."
+        )

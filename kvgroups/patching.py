@@ -22,7 +22,12 @@ from kvgroups.specs.probe import LayerFacts, attention_setting, probe
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-_SERVED_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
+_SERVED_MODES = {
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+}
 
 _REFUSED_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
 """Inputs that make a model build masks of its own, which our attention would not see."""
@@ -262,8 +267,8 @@ class Patch:
     def _check_generation(self, generation_config: Any, mode: GenerationMode) -> None:
         if mode not in _SERVED_MODES:
             raise UnsupportedCallError(
-                f"generate: mode {mode.value!r} is not served on a patched model; use greedy search or sampling "
-                "(num_beams=1, no assistant), pass use_cache=False, or kvgroups.unpatch(model)"
+                f"generate: mode {mode.value!r} is not served on a patched model; use greedy search, sampling "
+                "or beams without an assistant, pass use_cache=False, or kvgroups.unpatch(model)"
             )
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
@@ -308,7 +313,7 @@ class Patch:
             )
         embeds = model_kwargs.get("inputs_embeds")
         prompt_len = input_ids.shape[1] if embeds is None else embeds.shape[1]
-        seen = cache.padded_length
+        seen = cache.history.num_columns
         if seen:
             self._check_reused(cache, input_ids, seen)
         elif self.context.config.memory is not None:

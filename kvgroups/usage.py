@@ -35,6 +35,8 @@ class Usage:
     groups: tuple[GroupUsage, ...]
     peak_held_bytes: int
     """The most bytes that requests have owned at once since the manager was made or `reset_peak` was called."""
+    copied_bytes: int = 0
+    """Bytes that forks have copied since the manager was made: partial tails and running states."""
 
     @property
     def held_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvgroups.errors import SpecError
 
@@ -38,7 +38,11 @@ def spec_errors(name: str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise SpecError("; ".join(_sentence(name, item) for item in error.errors())) from None
+        items = error.errors()
+        # What is wrong inside a field says more than what that makes of the field: "0 valid items in groups".
+        outer = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
+        sentences = [_sentence(name, item) for item in items if item["loc"] not in outer]
+        raise SpecError("; ".join(sentences)) from None
 
 
 def _sentence(name: str, item: Any) -> str:
@@ -47,6 +51,8 @@ def _sentence(name: str, item: Any) -> str:
     if isinstance(item.get("ctx", {}).get("error"), SpecError):
         return message  # a nested spec has said it all already
     field = f"{name}.{path}" if path else name
+    if item["type"] == "union_tag_not_found":
+        return f"{field}.kind: missing; this field is required"
     if item["type"] == "missing":
         return f"{field}: missing; this field is required"
     if item["type"] == "extra_forbidden":
@@ -81,7 +87,7 @@ class BlockTensor(SpecModel):
 
     name: str
     """What the layer calls it: "key", "value", or the name of the state."""
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=1)], ...]
     """Shape inside one block, without the block dimension."""
     dtype: Dtype
     """Element type by name."""

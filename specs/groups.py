@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvgroups.constants import BLOCK_ALIGNMENT_BYTES
 from kvgroups.errors import SpecError
@@ -133,6 +133,17 @@ class KVGroupsConfig(SpecModel):
     """Tokens of one step at most."""
     max_rewind: int = Field(default=0, ge=0)
     """Tokens that a request can be taken back; windows keep that many more."""
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _is_memory(cls, value: Any) -> Any:
+        """One sentence instead of one for each type that it could have been; and True is no byte."""
+        counts = list(value.values()) if isinstance(value, dict) else [value]
+        if all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            return value
+        if value is None or isinstance(value, float):
+            return value
+        raise ValueError("must be None, an int of bytes, a float share of the device, or {group: blocks}")
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

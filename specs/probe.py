@@ -236,7 +236,7 @@ class _Watcher:
         handles = []
         for name, module in self.model.named_modules():
             label = f"{name} {type(module).__name__}" if name else type(module).__name__
-            handles.append(module.register_forward_pre_hook(self._enter(label)))
+            handles.append(module.register_forward_pre_hook(self._enter(label), prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
             yield

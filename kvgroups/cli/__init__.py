@@ -12,6 +12,7 @@ app = typer.Typer(
     name="kvgroups",
     help="Grouped paged KV caches for Hugging Face causal language models, and proof that tokens do not change.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (parity, config, version):

@@ -23,5 +23,5 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except (UsageError, KVGroupsError) as error:
-        typer.echo(f"kvgroups: {error}", err=True)
+        typer.echo(f"kvgroups: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(EXIT_USAGE) from None

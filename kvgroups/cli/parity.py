@@ -123,6 +123,7 @@ def _check_all(models: list[str], request: _Request, outcome: _Outcome, console:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from kvgroups import check_parity
+    from kvgroups.cli.errors import UsageError
     from kvgroups.cli.models import load_model
     from kvgroups.errors import UnsupportedModelError
 
@@ -136,6 +137,8 @@ def _check_all(models: list[str], request: _Request, outcome: _Outcome, console:
                 bars.update(bar, description=f"{name}: {workload}", completed=done, total=total)
 
             model, tokenizer = load_model(name, **request.load)
+            if tokenizer is None and request.check["prompts"] is not None:
+                raise UsageError(f"--prompts: {name} has no tokenizer; leave it out, and token ids are made up")
             try:
                 report = check_parity(model, tokenizer=tokenizer, name=name, progress=show, **request.check)
             except UnsupportedModelError as error:
@@ -152,9 +155,11 @@ def _read_prompts(path: Path) -> list[str]:
     from kvgroups.cli.errors import UsageError
 
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {path}: cannot be read: {error}") from None
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"--prompts {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--prompts {path}: is no text in UTF-8") from None
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UsageError(f"--prompts {path}: holds no prompts; write one a line")

@@ -15,7 +15,7 @@ from kvgroups.errors import KVGroupsError, UnsupportedCallError
 from kvgroups.parity.conditions import conditions
 from kvgroups.parity.judge import Finding, Judge
 from kvgroups.parity.oracle import Oracle
-from kvgroups.parity.prompts import make_prompts
+from kvgroups.parity.prompts import Prompts, make_prompts
 from kvgroups.parity.report import GroupSummary, ParityReport, Speed, WorkloadResult
 from kvgroups.parity.sides import EagerSide, PagedSide, Row, Side
 from kvgroups.parity.workloads import WORKLOADS, Plan, Workload, make_plan
@@ -25,8 +25,11 @@ from kvgroups.specs import GroupConfig, KVGroupsConfig
 SPEED_RUNS = 3
 """Runs of each side, one after the other in turn, whose median is the speed."""
 
-_NUM_PROBES = 3
-"""Rows that eager's rounding is measured on."""
+SPEED_TOKENS = 16
+"""Tokens that each row of the batch answers, at most, where the speed is measured."""
+
+PROBE_LENGTHS = (48, 29, 13)
+"""Tokens of the rows that eager's rounding is measured on."""
 
 _TINY_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: with more they spend their time waiting."""
@@ -91,7 +94,7 @@ def check_parity(
         plan = make_plan(installed.context.config, asked, max_new_tokens, seed, max_prompt_len)
         eager = EagerSide(model, asked.filler)
         paged = PagedSide(model, asked.filler, installed)
-        judge = _make_judge(model, eager, plan)
+        judge = _make_judge(model, asked)
         results = []
         for done, workload in enumerate(chosen):
             if progress is not None:
@@ -165,14 +168,11 @@ def _threads(model: PreTrainedModel) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _make_judge(model: PreTrainedModel, eager: Side, plan: Plan) -> Judge:
-    """The gap is measured on eager's own answers to the longest of the prompts."""
-    prompts = sorted(plan.prompts.rows, key=len, reverse=True)[:_NUM_PROBES]
-    with eager.running():
-        try:
-            probes = [eager.generate([prompt], plan.num_few).rows[0] for prompt in prompts]
-        except Exception:  # eager's cached path fails on a few models; the prompts alone will do
-            probes = [Row(prompt, prompt[-1:], torch.empty(0), (len(prompt),)) for prompt in prompts]
+def _make_judge(model: PreTrainedModel, prompts: Prompts) -> Judge:
+    probes = []
+    for length in PROBE_LENGTHS:
+        prompt = prompts.long(length)
+        probes.append(Row(prompt, answer=prompt[-1:], logits=torch.empty(0), pieces=(length,)))
     return Judge(Oracle(model), probes, model.dtype)
 
 
@@ -227,7 +227,7 @@ def _answers(workload: Workload, plan: Plan, side: Side) -> tuple[list[Row] | No
 
 
 def _measure_speed(paged: Side, eager: Side, plan: Plan) -> Speed | None:
-    prompts = next(plan.batches())
+    prompts, num_new = next(plan.batches()), min(plan.num_new, SPEED_TOKENS)
     wall: dict[Side, list[float]] = {paged: [], eager: []}
     cpu: dict[Side, list[float]] = {paged: [], eager: []}
     try:
@@ -235,12 +235,12 @@ def _measure_speed(paged: Side, eager: Side, plan: Plan) -> Speed | None:
             for side in (paged, eager):
                 with side.running():
                     began, began_cpu = time.perf_counter(), time.process_time()
-                    side.generate(prompts, plan.num_new)
+                    side.generate(prompts, num_new)
                     wall[side].append(time.perf_counter() - began)
                     cpu[side].append(time.process_time() - began_cpu)
     except Exception:  # it failed as a workload too, where the reason is told
         return None
-    tokens = len(prompts) * plan.num_new
+    tokens = len(prompts) * num_new
     return Speed(
         rows=len(prompts),
         tokens=tokens,

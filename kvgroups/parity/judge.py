@@ -58,7 +58,7 @@ class Judge:
 
     Args:
         oracle: of the model.
-        probes: rows with answers, which the gap is measured on, the longest first.
+        probes: rows that the gap is measured on, the longest first.
         dtype: of the model.
     """
 

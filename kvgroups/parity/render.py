@@ -33,7 +33,7 @@ def render_report(report: ParityReport) -> RenderableType:
     return Group(
         title,
         Padding(_groups(report.groups), (0, 0, 0, 2)),
-        Padding(_workloads(report), (0, 0, 0, 2)),
+        _workloads(report),
         *_notes(report),
         _verdict(report),
         Text(),
@@ -54,7 +54,7 @@ def render_summary(reports: Sequence[ParityReport], refused: Sequence[tuple[str,
     for report in reports:
         table.add_row(
             Text(report.model, style="bold"),
-            " + ".join(group.name for group in report.groups),
+            ", ".join(group.name for group in report.groups),
             _tokens(sum(w.tokens_agree for w in report.workloads), sum(w.tokens for w in report.workloads)),
             _number(max((w.max_logit_difference or 0.0 for w in report.workloads), default=None)),
             _bytes(max((w.kv_bytes for w in report.workloads), default=0)),
@@ -68,7 +68,7 @@ def render_summary(reports: Sequence[ParityReport], refused: Sequence[tuple[str,
     reasons = [Text(f"  {model} refused: {reason}", style="yellow") for model, reason in refused]
     parts: list[RenderableType] = [table, *reasons]
     if reports:
-        parts.append(Text(f"  {_conditions(reports[0])}", style="dim"))
+        parts.append(Text(_conditions(reports[0]), style="dim"))
     return Group(*parts)
 
 
@@ -96,7 +96,7 @@ def _groups(groups: Sequence[GroupSummary]) -> Table:
 def _workloads(report: ParityReport) -> Table:
     table = _table()
     table.add_column("workload", no_wrap=True)
-    for heading in ("tokens", "off by", "eager", "KV peak", "eager", "seconds", "eager", ""):
+    for heading in ("tokens", "off by", "eager", "KV peak", "eager", "s", "eager", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for workload in report.workloads:
         table.add_row(
@@ -143,7 +143,7 @@ def _verdict(report: ParityReport) -> Text:
         line.append(
             f"\n  {speed.tokens_per_second:.0f} tokens/s against eager's {speed.eager_tokens_per_second:.0f}, "
             f"{speed.cpu_seconds:.2f} against {speed.eager_cpu_seconds:.2f} s of CPU: "
-            f"{speed.rows} rows, median of {speed.runs} runs, threads {report.conditions.threads}",
+            f"{speed.rows} rows, median of {speed.runs} runs",
             style="dim",
         )
     return line
@@ -153,16 +153,18 @@ def _conditions(report: ParityReport) -> str:
     c = report.conditions
     commit = f" ({c.commit})" if c.commit else ""
     return (
-        f"{c.dtype} on {c.device}, threads {c.threads}, seed {c.seed}; kvgroups {c.kvgroups}{commit}, torch {c.torch}, "
-        f"transformers {c.transformers}, Python {c.python}"
+        f"{c.dtype} on {c.device}, {c.threads} threads, seed {c.seed}: kvgroups {c.kvgroups}{commit}, torch {c.torch}, "
+        f"transformers {c.transformers}"
     )
 
 
 def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="dim")
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
 
 
 def _tokens(agree: int, tokens: int) -> Text:
+    if not tokens:
+        return Text("fails", style="red")
     return Text(f"{agree}/{tokens}", style="green" if agree == tokens else "red")
 
 
@@ -177,7 +179,9 @@ def _number(value: float | None) -> str:
 def _eager_number(workload: WorkloadResult) -> Text:
     value = workload.eager_logit_difference
     is_off = value is not None and not value <= workload.tolerance
-    return Text("fails" if value is None else _number(value), style="yellow" if is_off or value is None else "dim")
+    if workload.eager_kv_bytes is None:
+        return Text("fails", style="yellow")
+    return Text(_number(value), style="yellow" if is_off else "dim")
 
 
 def _seconds(value: float) -> str:

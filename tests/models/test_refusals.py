@@ -146,8 +146,6 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"num_beams": 3}, ["beam_search", "num_beams=1"]),
-            ({"num_beams": 3, "do_sample": True}, ["beam_sample", "num_beams=1"]),
             ({"prompt_lookup_num_tokens": 4}, ["assisted_generation"]),
             ({"cache_implementation": "static"}, ["cache_implementation='static'"]),
             ({"cache_implementation": "offloaded"}, ["cache_implementation='offloaded'"]),
@@ -364,10 +362,7 @@ class TestForward:
     @pytest.mark.parametrize(
         "call",
         [
-            lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
             lambda cache: cache.crop(-1),
-            lambda cache: cache.batch_repeat_interleave(2),
-            lambda cache: cache.batch_select_indices(torch.tensor([0])),
             lambda cache: cache.activate_past_recording(),
         ],
     )

@@ -1,5 +1,8 @@
 """Memory as the kernels meet it: views inside a larger tensor, NaN in everything that nobody owns."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -36,7 +39,21 @@ def assert_same_bits():
     return check
 
 
-@pytest.fixture(params=["reference", "torch"])
+needs_interpreter = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="Triton runs on tensors of the CPU in its interpreter only",
+)
+
+
+@pytest.fixture(params=["reference", "torch", pytest.param("triton", marks=needs_interpreter)])
 def backend(request):
     """Every form of an operation keeps the same promise."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """What `torch.empty` returns is NaN, or the largest integer: an output that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

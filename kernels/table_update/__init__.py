@@ -1,0 +1,1 @@
+"""Bring the changed entries of a block table to its device."""

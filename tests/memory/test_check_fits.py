@@ -1,0 +1,158 @@
+"""`check_fits` and `allocate` are one arithmetic: what the first admits, the second never refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgroups.errors import OutOfBlocksError
+from kvgroups.specs import KVGroupsConfig
+
+sizes = st.integers(1, 12)
+block_sizes = st.integers(1, 6)
+groups = st.fixed_dictionaries(
+    {},
+    optional={
+        "full": st.tuples(block_sizes),
+        "window": st.tuples(sizes, block_sizes),
+        "window_b": st.tuples(sizes, block_sizes),
+        "ring": st.tuples(sizes, block_sizes),
+        "chunk": st.tuples(sizes, block_sizes),
+        "state": st.just(()),
+    },
+).filter(bool)
+
+
+@st.composite
+def workloads(draw):
+    """`(paddings, prompt_len, max_len, chunk_size)`, every prompt of one token at least."""
+    prompt_len = draw(st.integers(1, 40))
+    paddings = draw(st.lists(st.integers(0, prompt_len - 1), min_size=1, max_size=4))
+    max_len = prompt_len + draw(st.integers(0, 40))
+    chunk_size = draw(st.none() | st.integers(1, prompt_len))
+    return paddings, prompt_len, max_len, chunk_size
+
+
+def run(bench, paddings, prompt_len, max_len, chunk_size) -> dict[str, int]:
+    """Prefill and decode all rows side by side; the most blocks that each group has held at once."""
+    requests = [bench.open(row) for row in range(len(paddings))]
+    peaks = bench.num_used()
+    chunk = chunk_size or prompt_len
+    starts = [*range(0, prompt_len, chunk), *range(prompt_len, max_len)]
+    for start, stop in zip(starts, [*starts[1:], max_len], strict=True):
+        # A chunk of left-padded prompts: the tokens of the row that lie in these columns.
+        counts = [max(0, stop - pad) - max(0, start - pad) for pad in paddings]
+        bench.manager.allocate(requests, counts)
+        peaks = {name: max(used, peaks[name]) for name, used in bench.num_used().items()}
+        bench.manager.advance(requests, counts)
+    bench.manager.check()
+    return peaks
+
+
+def is_admitted(bench, paddings, prompt_len, max_len, chunk_size) -> bool:
+    before = bench.snapshot()
+    try:
+        bench.manager.check_fits(len(paddings), prompt_len, max_len, chunk_size, padding=paddings)
+    except OutOfBlocksError:
+        return False
+    finally:
+        assert bench.snapshot() == before
+    return True
+
+
+@given(groups=groups, workload=workloads(), max_rewind=st.integers(0, 5))
+@settings(max_examples=120, deadline=None)
+def test_equal_requests_are_admitted_exactly_when_they_fit(make_bench, groups, workload, max_rewind):
+    paddings, prompt_len, max_len, chunk_size = workload
+    workload = [0] * len(paddings), prompt_len, max_len, chunk_size
+    peaks = run(make_bench(groups, max_rewind=max_rewind), *workload)
+    memory = {name: max(1, peak) for name, peak in peaks.items()}
+
+    bench = make_bench(groups, max_rewind=max_rewind, memory=memory)
+    assert is_admitted(bench, *workload)
+    assert run(bench, *workload) == peaks
+    for name in memory:
+        if memory[name] > 1:
+            short = make_bench(groups, max_rewind=max_rewind, memory={**memory, name: memory[name] - 1})
+            assert not is_admitted(short, *workload), name
+            with pytest.raises(OutOfBlocksError, match=f"group '{name}'"):
+                run(short, *workload)
+
+
+@given(groups=groups, workload=workloads(), max_rewind=st.integers(0, 5))
+@settings(max_examples=120, deadline=None)
+def test_padded_requests_that_are_admitted_run_to_the_end(make_bench, groups, workload, max_rewind):
+    paddings, prompt_len, max_len, chunk_size = workload
+    peaks = run(make_bench(groups, max_rewind=max_rewind), *workload)
+    alone = {name: 0 for name in groups}
+    for pad in paddings:
+        peak = run(make_bench(groups, max_rewind=max_rewind), [pad], prompt_len, max_len, chunk_size)
+        alone = {name: alone[name] + peak[name] for name in groups}
+    # Rows need not peak in the same step, so their sum is enough, and it is what is asked for.
+    assert all(peaks[name] <= alone[name] for name in groups)
+    bench = make_bench(
+        groups, max_rewind=max_rewind, memory={name: max(1, count) for name, count in alone.items()}
+    )
+    assert is_admitted(bench, *workload)
+    run(bench, *workload)
+
+
+@given(groups=groups, workload=workloads())
+@settings(max_examples=120, deadline=None)
+def test_a_budget_of_exactly_the_need_is_enough_and_one_byte_less_is_refused(make_bench, groups, workload):
+    paddings, prompt_len, max_len, chunk_size = workload
+    workload = [0] * len(paddings), prompt_len, max_len, chunk_size
+    peaks = run(make_bench(groups), *workload)
+    config: KVGroupsConfig = make_bench(groups).config
+    need = sum((peaks[group.name] + 1) * group.block_bytes for group in config.groups)  # and the null blocks
+
+    bench = make_bench(groups, memory=need)
+    assert is_admitted(bench, *workload)
+    assert run(bench, *workload) == peaks
+    assert bench.manager.usage().allocated_bytes <= need
+    if any(peaks.values()):
+        assert not is_admitted(make_bench(groups, memory=need - 1), *workload)
+
+
+def test_a_refusal_names_the_group_the_need_and_what_there_is(make_bench):
+    bench = make_bench({"full": (16,), "state": ()}, memory={"full": 7, "state": 2})
+    bench.manager.check_fits(2, 30, 48)
+    with pytest.raises(
+        OutOfBlocksError,
+        match="group 'full': 2 requests of up to 49 tokens need 8 blocks of 16 tokens and there are 7; "
+        "give more memory, or fewer or shorter requests",
+    ):
+        bench.manager.check_fits(2, 30, 49)
+    with pytest.raises(OutOfBlocksError, match="group 'state': 3 requests .* need 3 .* there are 2"):
+        bench.manager.check_fits(3, 5, 16)
+
+
+def test_a_refusal_in_bytes_names_the_largest_group(make_bench):
+    bench = make_bench({"full": (16,), "state": ()}, memory=2048)
+    bench.manager.check_fits(1, 30, 80)  # 5 + 1 blocks of full attention, 1 + 1 states, of 256 bytes
+    with pytest.raises(
+        OutOfBlocksError,
+        match=r"memory: 1 requests of up to 81 tokens need 2304 bytes \(group 'full': 1792\)",
+    ):
+        bench.manager.check_fits(1, 30, 81)
+
+
+def test_pools_without_a_limit_admit_everything(make_bench):
+    make_bench({"full": (16,)}).manager.check_fits(1000, 10_000, 1_000_000)
+
+
+def test_a_shorter_prompt_can_need_more_of_a_window(make_bench):
+    """W = 8 on blocks of 4: after 31 tokens two blocks are seen, after 30 of them three."""
+    bench = make_bench({"window": (8, 4)}, memory={"window": 4})
+    bench.manager.check_fits(2, 31, 31)
+    with pytest.raises(OutOfBlocksError, match="need 5 blocks"):
+        bench.manager.check_fits(2, 31, 31, padding=[0, 1])
+
+
+def test_chunks_that_begin_inside_blocks_are_looked_at_for_a_whole_period(make_bench):
+    """Chunks of 5 on blocks of 3: the second chunk, 5 to 9, is in blocks 1 to 3, the others in two each."""
+    bench = make_bench({"chunk": (5, 3)}, memory={"chunk": 2})
+    bench.manager.check_fits(1, 1, 9)
+    with pytest.raises(OutOfBlocksError, match="need 3 blocks"):
+        bench.manager.check_fits(1, 1, 15)

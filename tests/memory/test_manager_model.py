@@ -1,0 +1,193 @@
+"""Manager beside a slow model of the truth: every request reads its own tokens, whatever the others do.
+
+The model is a list of numbers per request, one a token. A step writes them through the tables as a forward
+would; after every call, each position that the next query sees must hold the request's own number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvgroups.errors import OutOfBlocksError
+
+GROUPS = {"full": (16,), "window": (10, 4), "window_1": (1, 4), "ring": (10, 4), "chunk": (6, 4), "state": ()}
+NUM_ROWS = 4
+MAX_LEN = 120
+
+memories = st.one_of(
+    st.none(),
+    st.integers(5_000, 20_000),  # bytes: 6 null blocks of 256 are 1,536
+    st.fixed_dictionaries({name: st.integers(4, 16) for name in GROUPS}),
+)
+counts = st.one_of(st.integers(1, 3), st.integers(1, 40))
+
+
+class ManagerBesideTheTruth(RuleBasedStateMachine):
+    bench_class: type  # of the conftest
+
+    @initialize(memory=memories, max_rewind=st.sampled_from([0, 0, 3]))
+    def build(self, memory, max_rewind):
+        self.bench = self.bench_class(
+            GROUPS, memory=memory, max_rewind=max_rewind, max_num_reqs=NUM_ROWS, max_model_len=MAX_LEN
+        )
+        self.manager = self.bench.manager
+        self.requests: dict[int, object] = {}
+        self.truth: dict[int, list[int]] = {}
+        self.next_number = 1
+
+    # What a person does
+
+    @precondition(lambda self: len(self.requests) < NUM_ROWS)
+    @rule(data=st.data())
+    def open(self, data):
+        row = data.draw(st.sampled_from(self.free_rows()))
+        self.requests[row] = self.manager.open(self.bench.tables, row)
+        self.truth[row] = []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), succeeds=st.sampled_from([True, True, True, False]))
+    def step(self, data, succeeds):
+        """Some of the requests compute tokens, or fail to, after they have written some."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.requests)), min_size=1, unique=True))
+        new = [min(data.draw(counts), MAX_LEN - len(self.truth[row])) for row in chosen]
+        requests = [self.requests[row] for row in chosen]
+        if not self.all_or_nothing(self.manager.allocate, requests, new):
+            return
+        self.manager.check()
+        for row, count in zip(chosen, new, strict=True):
+            fresh = list(range(self.next_number, self.next_number + count))
+            self.next_number += count
+            self.write(row, fresh, overwrites_history=succeeds)
+            if succeeds:
+                self.truth[row] += fresh
+        if succeeds:
+            self.manager.advance(requests, new)
+        else:
+            self.manager.cancel(requests)
+
+    @precondition(lambda self: 0 < len(self.requests) < NUM_ROWS)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = data.draw(st.sampled_from(sorted(self.requests)))
+        row = data.draw(st.sampled_from(self.free_rows()))
+        child = self.all_or_nothing(self.manager.fork, self.requests[parent], self.bench.tables, row)
+        if child:
+            self.requests[row] = child
+            self.truth[row] = list(self.truth[parent])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def free(self, data):
+        row = data.draw(st.sampled_from(sorted(self.requests)))
+        self.manager.free(self.requests.pop(row))
+        del self.truth[row]
+
+    # What must hold after each of it
+
+    @invariant()
+    def the_accounts_are_right(self):
+        if hasattr(self, "manager"):
+            self.manager.check()
+            if not self.requests:
+                assert sum(self.bench.num_used().values()) == 0
+            if isinstance(self.bench.config.memory, int):
+                assert self.manager.usage().allocated_bytes <= self.bench.config.memory
+
+    @invariant()
+    def every_request_reads_its_own_tokens(self):
+        for row, numbers in getattr(self, "truth", {}).items():
+            for name in GROUPS:
+                group = self.bench.config.group(name)
+                if not numbers:
+                    assert self.bench.row(self.requests[row], name) == []
+                elif group.is_state:
+                    assert self.state(row) == numbers[-1]
+                else:
+                    slack = self.bench.config.max_rewind
+                    first = group.spec.first_visible(max(0, len(numbers) - slack))
+                    seen = np.arange(first, len(numbers))
+                    assert self.read(row, name, seen).tolist() == numbers[first:], name
+
+    # The means
+
+    def free_rows(self):
+        return sorted(set(range(NUM_ROWS)) - set(self.requests))
+
+    def all_or_nothing(self, call, *arguments):
+        """What the call returns, True for nothing; None if it had no room, and so must have changed nothing."""
+        before = self.bench.snapshot()
+        try:
+            return call(*arguments) or True
+        except OutOfBlocksError:
+            assert self.bench.config.memory is not None
+            assert self.bench.snapshot() == before
+            return None
+
+    def places(self, row, name, positions):
+        """Block id and offset of each position, by the definition of the slot mapping."""
+        group = self.bench.config.group(name)
+        blocks = np.array(self.bench.row(self.requests[row], name))
+        columns = positions // group.block_size
+        if group.slot_mapping == "ring":
+            columns = columns % self.bench.config.ring_blocks(group)
+        return blocks[columns], positions % group.block_size
+
+    def view(self, name, tensor):
+        layer = self.bench.config.group(name).layers[0]
+        return self.manager.storage(name).layer(layer)[tensor].numpy()
+
+    def read(self, row, name, positions):
+        blocks, offsets = self.places(row, name, positions)
+        assert blocks.all(), f"{name}: a position that the next query sees is in the null block"
+        return self.view(name, "key")[blocks, offsets, 0, 0].astype(int)
+
+    def state(self, row):
+        (block_id,) = self.bench.row(self.requests[row], "state")
+        return int(self.view("state", "recurrent")[block_id, 0])
+
+    def write(self, row, numbers, overwrites_history):
+        """Write as a forward does: tokens without a block are skipped, a ring goes round.
+
+        A ring and a state are overwritten in place, which no `cancel` can undo: `overwrites_history=False`
+        stands for a forward that failed before it came to them.
+        """
+        if not numbers:
+            return
+        start = len(self.truth[row])
+        positions = np.arange(start, start + len(numbers))
+        for name in GROUPS:
+            in_place = name in ("ring", "state")
+            if in_place and not overwrites_history:
+                continue
+            if name == "state":
+                (block_id,) = self.bench.row(self.requests[row], "state")
+                self.view(name, "recurrent")[block_id, 0] = numbers[-1]
+                continue
+            blocks, offsets = self.places(row, name, positions)
+            stored = blocks != 0
+            self.view(name, "key")[blocks[stored], offsets[stored], 0, 0] = np.array(numbers)[stored]
+
+
+QUICK = settings(
+    max_examples=200, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+LONG = settings(QUICK, max_examples=2000, stateful_step_count=60)
+
+
+@pytest.mark.parametrize(
+    "profile", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["quick", "long"]
+)
+def test_every_request_reads_its_own_tokens_after_any_sequence_of_calls(make_bench, profile):
+    machine = type("Machine", (ManagerBesideTheTruth,), {"bench_class": make_bench})
+    run_state_machine_as_test(machine, settings=profile)
