@@ -16,7 +16,7 @@ from kvgroups.cached_forward import CachedForward
 from kvgroups.errors import ShapeError, UnsupportedCallError
 from kvgroups.history import TokenHistory
 from kvgroups.manager import Manager
-from kvgroups.model_adapters import AttentionLayer, HybridLayer, Running, StateLayer
+from kvgroups.model_adapters import AttentionLayer, FusedMixer, HybridLayer, Running, StateLayer
 from kvgroups.rows import CacheRows, free_all
 from kvgroups.specs import KVGroupsConfig
 from kvgroups.specs.probe import LayerFacts
@@ -34,18 +34,25 @@ class CacheContext:
     manager: Manager
     parameters: Mapping[str, inspect.Parameter]
     """The parameters of the model's forward, by name."""
+    mixers: Sequence[FusedMixer] = ()
+    """The state layers that run on slots in place; the others get their states gathered."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held during a forward: the model has one attention setting, so two cannot run at once."""
 
     @property
-    def has_states(self) -> bool:
-        """Whether some layer keeps a recurrent state."""
-        return any(layer.states for layer in self.facts)
+    def fused_layers(self) -> frozenset[int]:
+        """Cache layers whose states are worked on in place."""
+        return frozenset(mixer.index for mixer in self.mixers)
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether padding must not reach the model: some layer's states would be touched by it."""
+        return any(layer.states and layer.index not in self.fused_layers for layer in self.facts)
 
     @property
     def continues_exactly(self) -> bool:
         """Whether several tokens on a filled state may go through the model at once."""
-        return all(layer.is_exact for layer in self.facts)
+        return all(layer.is_exact or layer.index in self.fused_layers for layer in self.facts)
 
 
 class GroupedCache(Cache):
@@ -104,10 +111,11 @@ class GroupedCache(Cache):
         }
         if not places:
             return DummyLayer()
+        is_fused = facts.index in self.context.fused_layers
         if len(places) == 2:
-            return HybridLayer(facts, *places[False], *places[True], self.running)
+            return HybridLayer(facts, *places[False], *places[True], self.running, is_fused=is_fused)
         if True in places:
-            return StateLayer(facts, *places[True])
+            return StateLayer(facts, *places[True], is_fused=is_fused)
         return AttentionLayer(facts, *places[False], self.running)
 
     # What a caller may ask

@@ -38,6 +38,7 @@ class CachedForward:
         self.rows = cache.rows
         self.model_forward = model_forward
         self.inputs = inputs
+        self.states_touched = False
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if tokens is None:
             raise ShapeError("input_ids: expected (batch, tokens) int64 or inputs_embeds, got neither")
@@ -62,7 +63,7 @@ class CachedForward:
         passes = plan_passes(
             is_real,
             has_past=self.rows.num_tokens[first] > 0,
-            splits_rows=self.context.has_states,
+            splits_rows=self.context.splits_rows,
             one_token=not self.context.continues_exactly,
         )
         outputs: list[Any] = []
@@ -70,7 +71,7 @@ class CachedForward:
             for each in passes:
                 outputs.append(self._run_pass(each, np.array(first)[each.rows], is_real[each.rows]))
         except BaseException:
-            self._recover(was_empty, num_done=len(outputs))
+            self._recover(was_empty, has_changed=len(outputs) > 0)
             raise
         if outputs:
             output = merge_outputs(outputs, passes, self.inputs, len(first), self.num_columns)
@@ -96,6 +97,7 @@ class CachedForward:
         try:
             step = self._step(requests, counts, is_real)
             self._fill_position_ids(inputs, step, is_real)
+            self.states_touched = bool(self.context.mixers)
             with self._running(step) as state_layers:
                 output = self.model_forward(**inputs)
                 step.finish()
@@ -214,9 +216,10 @@ class CachedForward:
                     f"position_ids: row {row} goes backwards, as packed sequences do; give each sequence a row of its own"
                 )
 
-    def _recover(self, was_empty: bool, num_done: int) -> None:
-        """After a failed forward: an empty cache is empty again; one that got halfway says so from now on."""
+    def _recover(self, was_empty: bool, has_changed: bool) -> None:
+        """After a failed forward: an empty cache is empty again. One with a past is as it was before, unless some
+        rows had gone through or states had been worked on in place; then it says so from now on."""
         if was_empty:
             self.cache.close()
-        elif num_done:
+        elif has_changed or self.states_touched:
             self.cache.is_broken = True

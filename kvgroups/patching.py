@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from kvgroups.cache import CACHE_ARGUMENTS, CacheContext, GroupedCache, find_cache
 from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelError
 from kvgroups.manager import Manager
-from kvgroups.model_adapters import ATTENTION_NAME, register_attention
+from kvgroups.model_adapters import ATTENTION_NAME, find_mixers, register_attention, running_fused
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 from kvgroups.specs.infer import config_from_facts, layer_specs
 from kvgroups.specs.probe import LayerFacts, attention_setting, probe
@@ -33,7 +33,7 @@ _REFUSED_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "ima
 """Inputs that make a model build masks of its own, which our attention would not see."""
 
 
-def patch(model: Model, config: KVGroupsConfig | None = None) -> Model:
+def patch(model: Model, config: KVGroupsConfig | None = None, *, fused: bool = True) -> Model:
     """Make `model.generate` run on block tables, one for each KV-cache group.
 
     Only forwards whose cache is a `GroupedCache` are changed: `generate` makes one by itself. Everything else,
@@ -43,6 +43,8 @@ def patch(model: Model, config: KVGroupsConfig | None = None) -> Model:
     Args:
         model: a causal language model of transformers, on one device. Changed in place.
         config: groups and limits; None for `infer_config(model)`.
+        fused: whether state layers that can run on their slots in place do. Without, they keep all of their own
+            code and see gathered copies of their states; rows with padding then go through one after the other.
 
     Returns:
         The same model.
@@ -61,7 +63,7 @@ def patch(model: Model, config: KVGroupsConfig | None = None) -> Model:
     """
     present = model.__dict__.get("_kvgroups")
     if present is not None:
-        if config is None or config == present.context.config:
+        if fused == present.is_fused and config in (None, present.context.config):
             return model
         unpatch(model)
     if not isinstance(model, PreTrainedModel):
@@ -80,7 +82,7 @@ def patch(model: Model, config: KVGroupsConfig | None = None) -> Model:
         _check_config(config, facts)
     _check_modes(config, facts)
     register_attention()
-    Patch(model, config, facts).install()
+    Patch(model, config, facts, fused=fused).install()
     return model
 
 
@@ -111,16 +113,21 @@ class Patch:
         model: the model.
         config: checked against `facts`.
         facts: what the probe saw.
+        fused: whether state layers that can run fused do.
     """
 
-    def __init__(self, model: PreTrainedModel, config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: KVGroupsConfig, facts: Sequence[LayerFacts], *, fused: bool
+    ) -> None:
         self.model = model
+        self.is_fused = fused
         self.original_forward = model.forward
         self.context = CacheContext(
             config=config,
             facts=facts,
             manager=Manager(config, model.device),
             parameters=inspect.signature(model.forward).parameters,
+            mixers=find_mixers(model, facts) if fused else (),
         )
         self._hidden: dict[str, Any] = {}
 
@@ -165,7 +172,7 @@ class Patch:
             twin = copy.deepcopy(model, memo)
         finally:
             self.install()
-        return patch(twin, config)
+        return patch(twin, config, fused=self.is_fused)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: its own, unless the cache among the arguments is ours."""
@@ -187,7 +194,7 @@ class Patch:
                 "a second forward at the same time on one model; run one after the other"
             )
         try:
-            with attention_setting(self.model, ATTENTION_NAME):
+            with attention_setting(self.model, ATTENTION_NAME), running_fused(self.context.mixers):
                 output: ModelOutput = cache.forward(self.original_forward, inputs)
         finally:
             self.context.lock.release()

@@ -49,6 +49,7 @@ class Step:
     device: torch.device
     after_forward: list[Callable[[], None]] = field(default_factory=list)
     """What must wait until the last layer has read: writes into rings."""
+    _state_slots: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     tagged: list[torch.Tensor] = field(default_factory=list)
     """Key tensors that carry a handle, kept alive until the pass ends so that no other tensor takes their place."""
 
@@ -61,6 +62,26 @@ class Step:
     def is_fresh(self) -> bool:
         """Whether no row of the pass has a past."""
         return not self.geometry.num_computed_tokens.any()
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether every row has a past and feeds exactly one token."""
+        geometry = self.geometry
+        return bool((geometry.query_lens == 1).all() and (geometry.num_computed_tokens > 0).all())
+
+    @cached_property
+    def is_prefill(self) -> torch.Tensor:
+        """(num_reqs,), bool: rows that are not decoding. transformers treats a lone token on a past as a decode."""
+        geometry = self.geometry
+        return torch.from_numpy((geometry.query_lens != 1) | (geometry.num_computed_tokens == 0)).to(self.device)
+
+    def state_slots(self, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each row's state comes from and goes to, (num_reqs,) int32 each; 0 is the zero state."""
+        if group not in self._state_slots:
+            final = self.groups[group].block_table[:, 0]
+            has_past = self.tensors.num_computed_tokens > 0
+            self._state_slots[group] = (final * has_past, final)
+        return self._state_slots[group]
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """(num_reqs, heads, query_len, dim) to the real tokens' (num_tokens, heads, dim)."""

@@ -24,7 +24,10 @@ class StateLayer(LinearAttentionLayer):
     single step, is transformers' code: only where states come from and go to is ours.
     """
 
-    def __init__(self, facts: LayerFacts, group: GroupConfig, storage: GroupStorage) -> None:
+    def __init__(
+        self, facts: LayerFacts, group: GroupConfig, storage: GroupStorage, *, is_fused: bool = False
+    ) -> None:
+        self.is_fused = is_fused
         self.places = {state.name: _place(state.name) for state in facts.states}
         super().__init__(number_of_states=1 + max(index for _, index in self.places.values()))
         self.state_facts = facts
@@ -33,6 +36,8 @@ class StateLayer(LinearAttentionLayer):
 
     def begin(self, step: Step) -> None:
         """Take the rows' states from their slots; rows without a past start from zeros."""
+        if self.is_fused:
+            return  # the mixer works on the slots themselves
         slots = step.groups[self.state_group.name].block_table[:, 0]
         views = self.state_storage.layer(self.state_facts.index)
         self.device = step.device
@@ -54,11 +59,17 @@ class StateLayer(LinearAttentionLayer):
 
     def commit(self, step: Step) -> None:
         """Write the states that the layer left back to their slots."""
+        if self.is_fused:
+            return
         slots = step.groups[self.state_group.name].block_table[:, 0]
         views = self.state_storage.layer(self.state_facts.index)
         for name, (kind, index) in self.places.items():
             ops.scatter_states(views[name], slots, self._states(kind)[index].detach().to(views[name].dtype))
         self.release()
+
+    def view(self, name: str) -> torch.Tensor:
+        """(num_slots, *state_shape), the states of all slots by name, for kernels that work in place."""
+        return self.state_storage.layer(self.state_facts.index)[name]
 
     def release(self) -> None:
         """Let go of the gathered rows."""
@@ -82,8 +93,10 @@ class HybridLayer(AttentionLayer, StateLayer):
         state_group: GroupConfig,
         state_storage: GroupStorage,
         running: Running,
+        *,
+        is_fused: bool = False,
     ) -> None:
-        StateLayer.__init__(self, facts, state_group, state_storage)
+        StateLayer.__init__(self, facts, state_group, state_storage, is_fused=is_fused)
         AttentionLayer.__init__(self, facts, group, storage, running)
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:

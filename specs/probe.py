@@ -44,6 +44,8 @@ class LayerFacts:
     layer_type: str
     owner: str = "unknown module"
     """Path and class of the module that fed the cache, for messages."""
+    mixer: str | None = None
+    """Path of the module that keeps the states; None for a layer without."""
     window: int | None = None
     """W in tokens, the query included; None unless the layer is a sliding window."""
     chunk: int | None = None
@@ -54,6 +56,8 @@ class LayerFacts:
     """(num_kv_heads, head_dim_v) of V as stored."""
     dtype: torch.dtype | None = None
     """Element type of K and V."""
+    num_mixers: int = 1
+    """How many modules keep states in this layer."""
     states: tuple[StateTensor, ...] = ()
     """The recurrent states; empty for a layer without."""
     reads_gathered: bool = False
@@ -273,7 +277,11 @@ class _Watcher:
         self.waiting = index
 
     def saw_state(self, index: int) -> None:
-        self.layer(index)
+        facts = self.layer(index)
+        mixer = self.stack[-1].partition(" ")[0]
+        if facts.mixer not in (None, mixer):
+            facts.num_mixers += 1
+        facts.mixer = mixer
 
     def attention(self, module: Any, query, key, value, mask=None, **kwargs):
         """Stands in for attention: notes which layer's K it was given. Its output depends on Q, K and V alike,

@@ -45,22 +45,22 @@ DECODE = {
     (2, 128): Tile(16, 64, 4, 2),
     (2, 256): Tile(16, 32, 4, 2),
     (2, 512): Tile(16, 16, 4, 2),
-    (4, 64): Tile(16, 32, 4, 2),
-    (4, 128): Tile(16, 32, 4, 1),
+    (4, 64): Tile(16, 32, 4, 1),
+    (4, 128): Tile(16, 32, 8, 1),
     (4, 256): Tile(16, 16, 4, 1),
     (4, 512): Tile(16, 16, 8, 1),
 }
-"""(bytes of the dtype, widest of K and V padded to a power of two) -> tile, where each request has at most one
-query on average. Chosen to compile without spilling and to fit the shared memory of the smallest target, 64 KiB;
-not measured on a GPU."""
+"""(bytes of the dtype, wider of K and V padded to a power of two) -> tile, for steps with at most as many queries
+as requests. Up to 256 wide they compile for sm_80, sm_90 and gfx942 without spilling, in under 100 KiB of shared
+memory (64 KiB on gfx942). Nothing is measured yet."""
 
 PREFILL = {
     (2, 64): Tile(64, 64, 4, 2),
-    (2, 128): Tile(64, 64, 4, 2),
-    (2, 256): Tile(64, 32, 8, 1),
+    (2, 128): Tile(64, 32, 4, 2),
+    (2, 256): Tile(64, 32, 8, 2),
     (2, 512): Tile(32, 16, 8, 1),
     (4, 64): Tile(32, 32, 4, 1),
-    (4, 128): Tile(32, 32, 8, 1),
+    (4, 128): Tile(32, 16, 8, 1),
     (4, 256): Tile(16, 16, 8, 1),
     (4, 512): Tile(16, 16, 8, 1),
 }
@@ -303,17 +303,8 @@ def _attention_kernel(
     start = _first_seen(tl.maximum(first_query + to_position, 0), window, chunk)
     stop = tl.minimum(first_query + QUERIES, query_stop) + to_position
 
-    dim = tl.arange(0, PADDED_DIM)
-    dim_v = tl.arange(0, PADDED_DIM_V)
-    is_dim = dim < DIM
-    is_dim_v = dim_v < DIM_V
-    cell = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
-    q = tl.load(
-        query + cell[:, None] * UNIT + dim[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
-    )
-    if UPCAST:
-        q = q.to(tl.float32)
-
+    query_cell = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
+    q = _load(query, query_cell * UNIT, is_row, DIM, PADDED_DIM, UPCAST)
     weighted = tl.full([ROWS, PADDED_DIM_V], 0.0, tl.float32)
     if HAS_SINKS:
         # A sink is a key that every query sees and that has no value.
@@ -323,73 +314,63 @@ def _attention_kernel(
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
 
-    kv_head = kv_head.to(tl.int64)
     if HAS_HISTORY:
+        pages = key_cache + kv_head.to(tl.int64) * cache_head_stride * UNIT
+        pages_v = value_cache + kv_head.to(tl.int64) * cache_head_stride_v * UNIT_V
         table_row = block_table + request.to(tl.int64) * table_stride
         history_stop = tl.minimum(stop, num_computed)
         for at in range(start // KEYS * KEYS, history_stop, KEYS):
-            key_position = at + tl.arange(0, KEYS)
+            stored = at + tl.arange(0, KEYS)
             # What no query of the tile sees may be NaN: it is not loaded.
-            is_key = (key_position >= start) & (key_position < history_stop)
-            logical_block = key_position // BLOCK_SIZE
+            is_stored = (stored >= start) & (stored < history_stop)
+            logical_block = stored // BLOCK_SIZE
             if HAS_RING:
                 logical_block = logical_block % ring_blocks
-            block = tl.load(table_row + logical_block, mask=is_key, other=NULL).to(tl.int64)
-            is_key = is_key & (block != NULL)
-            offset = (key_position % BLOCK_SIZE).to(tl.int64)
-            cell = block * cache_block_stride + offset * cache_token_stride + kv_head * cache_head_stride
-            cell_v = (
-                block * cache_block_stride_v + offset * cache_token_stride_v + kv_head * cache_head_stride_v
-            )
-            k = tl.load(
-                key_cache + cell[None, :] * UNIT + dim[:, None],
-                mask=is_key[None, :] & is_dim[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                value_cache + cell_v[:, None] * UNIT_V + dim_v[None, :],
-                mask=is_key[:, None] & is_dim_v[None, :],
-                other=0.0,
-            )
-            is_seen = (
-                is_key[None, :]
-                & (key_position[None, :] >= first_seen[:, None])
-                & (key_position[None, :] <= position[:, None])
-            )
+            block = tl.load(table_row + logical_block, mask=is_stored, other=NULL).to(tl.int64)
+            is_stored = is_stored & (block != NULL)
+            offset = stored % BLOCK_SIZE
+            cell = block * cache_block_stride + offset * cache_token_stride
+            cell_v = block * cache_block_stride_v + offset * cache_token_stride_v
             weighted, total, peak = _attend(
-                q, k, v, is_seen, weighted, total, peak, scale, softcap, HAS_SOFTCAP, UPCAST
+                q,
+                _load(pages, cell * UNIT, is_stored, DIM, PADDED_DIM, UPCAST),
+                _load(pages_v, cell_v * UNIT_V, is_stored, DIM_V, PADDED_DIM_V, UPCAST),
+                _is_seen(stored, is_stored, position, first_seen),
+                weighted,
+                total,
+                peak,
+                scale,
+                softcap,
+                HAS_SOFTCAP,
             )
 
+    step_keys = key + kv_head.to(tl.int64) * key_head_stride * UNIT
+    step_values = value + kv_head.to(tl.int64) * value_head_stride * UNIT_V
     for at in range(tl.maximum(start, num_computed), stop, KEYS):
-        key_position = at + tl.arange(0, KEYS)
-        is_key = key_position < stop
-        key_token = (key_start + key_position - num_computed).to(tl.int64)
-        cell = key_token * key_token_stride + kv_head * key_head_stride
-        cell_v = key_token * value_token_stride + kv_head * value_head_stride
-        k = tl.load(
-            key + cell[None, :] * UNIT + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
-        )
-        v = tl.load(
-            value + cell_v[:, None] * UNIT_V + dim_v[None, :],
-            mask=is_key[:, None] & is_dim_v[None, :],
-            other=0.0,
-        )
-        is_seen = (
-            is_key[None, :]
-            & (key_position[None, :] >= first_seen[:, None])
-            & (key_position[None, :] <= position[:, None])
-        )
+        fresh = at + tl.arange(0, KEYS)
+        is_fresh = fresh < stop
+        key_token = (key_start + fresh - num_computed).to(tl.int64)
         weighted, total, peak = _attend(
-            q, k, v, is_seen, weighted, total, peak, scale, softcap, HAS_SOFTCAP, UPCAST
+            q,
+            _load(step_keys, key_token * key_token_stride * UNIT, is_fresh, DIM, PADDED_DIM, UPCAST),
+            _load(step_values, key_token * value_token_stride * UNIT_V, is_fresh, DIM_V, PADDED_DIM_V, UPCAST),
+            _is_seen(fresh, is_fresh, position, first_seen),
+            weighted,
+            total,
+            peak,
+            scale,
+            softcap,
+            HAS_SOFTCAP,
         )
 
     # A query that has seen nothing has a total of 0, and yields 0.
     result = weighted / tl.where(total > 0, total, 1.0)[:, None]
-    cell = token.to(tl.int64) * num_heads + head
+    dim_v = tl.arange(0, PADDED_DIM_V)
+    output_cell = (token.to(tl.int64) * num_heads + head) * DIM_V
     tl.store(
-        output + cell[:, None] * DIM_V + dim_v[None, :],
+        output + output_cell[:, None] + dim_v[None, :],
         result.to(output.dtype.element_ty),
-        mask=is_row[:, None] & is_dim_v[None, :],
+        mask=is_row[:, None] & (dim_v < DIM_V)[None, :],
     )
 
 
@@ -400,9 +381,28 @@ def _first_seen(position, window, chunk):
 
 
 @triton.jit
+def _is_seen(key_position, is_key, position, first_seen):
+    """Which row sees which key: (m, n) from (n,), (n,), (m,), (m,)."""
+    is_past = key_position[None, :] <= position[:, None]
+    return is_key[None, :] & is_past & (key_position[None, :] >= first_seen[:, None])
+
+
+@triton.jit
+def _load(base, offset, is_there, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, UPCAST: tl.constexpr):
+    """Vectors of DIM elements at `base + offset`, as rows; zeros for those that are not there."""
+    dim = tl.arange(0, PADDED_DIM)
+    entries = tl.load(
+        (base + offset)[:, None] + dim[None, :], mask=is_there[:, None] & (dim < DIM)[None, :], other=0.0
+    )
+    if UPCAST:
+        entries = entries.to(tl.float32)
+    return entries
+
+
+@triton.jit
 def _attend(
     q,  # (m, d)
-    k,  # (d, n)
+    k,  # (n, d)
     v,  # (n, v)
     is_seen,  # (m, n)
     weighted,  # (m, v): sum of exp2(score - peak) * v
@@ -411,13 +411,9 @@ def _attend(
     scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Add a tile of keys to the running softmax."""
-    if UPCAST:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         scores = softcap * _tanh(scores / softcap)
     scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))

@@ -1,48 +1,72 @@
-"""One token per request through the recurrence: gather, three passes over the states, scatter.
+"""One token per request through the recurrence, in three passes over the states.
 
-Shapes in this file: r requests, h heads, g SSM groups, p dim of a head, n state per dim. Mamba-1 is the case
-of one SSM group and heads of one dim.
+Small states of all requests go together: gather, update, scatter. A large state is updated where it lies, since
+copying it takes longer than the arithmetic.
 
 The roundings are those of transformers' own torch functions, so that a 16-bit model decodes to the same
-tokens: the two forms differ in where they go to fp32.
+tokens: they differ between Mamba-1 and Mamba-2 in what is done in fp32.
 """
 
 import torch
 import torch.nn.functional as F
 
+from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.kernels.state_slots.torch_impl import gather_states, scatter_states
+
+MIN_IN_PLACE = 1 << 15
+"""Elements from which a state is large: from there on a copy costs more than a few launches."""
 
 
 def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False):
     """See `kvgroups.ops.selective_state_update`."""
-    if x.dim() == 2:
-        return _update_channels(states, slots, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
     dtype = torch.promote_types(torch.promote_types(x.dtype, states.dtype), torch.float32)
-    state = gather_states(states, slots).to(dtype)
+    advance = _advance_mamba1 if x.dim() == 2 else _advance_mamba2
+    if _is_updated_in_place(states, dtype):
+        result = torch.empty_like(x)
+        for request, slot in enumerate(slots.tolist()):
+            one = slice(request, request + 1)
+            state = (
+                states[slot : slot + 1] if slot != NULL_BLOCK_ID else states.new_zeros(1, *states.shape[1:])
+            )
+            result[one] = advance(state, x[one], dt[one], A, B[one], C[one], dt_bias, dt_softplus)
+    else:
+        state = gather_states(states, slots).to(dtype)
+        result = advance(state, x, dt, A, B, C, dt_bias, dt_softplus)
+        scatter_states(states, slots, state.to(states.dtype))
+    if D is not None:
+        result = result + x * D
+    if z is not None:
+        result = result * F.silu(z)
+    return result.to(x.dtype)
+
+
+def _is_updated_in_place(states, dtype):
+    """Whether slots are worked on directly: never where a gradient could follow into them."""
+    is_large = states.shape[1:].numel() >= MIN_IN_PLACE
+    return is_large and states.dtype == dtype and states.is_cpu and not torch.is_grad_enabled()
+
+
+def _advance_mamba1(state, x, dt, A, B, C, dt_bias, dt_softplus):
+    """One token on: update the states (requests, channels, N) in place, return (requests, channels)."""
+    dt = _step_size(dt, dt_bias, dt_softplus).to(state.dtype)
+    state.mul_(torch.exp(dt[..., None] * A.to(state.dtype)))
+    state.addcmul_((dt * x.to(state.dtype))[..., None], B.to(state.dtype)[:, None])
+    return torch.matmul(state.to(C.dtype), C[..., None]).squeeze(-1)
+
+
+def _advance_mamba2(state, x, dt, A, B, C, dt_bias, dt_softplus):
+    """One token on: update the states (requests, heads, P, N) in place, return (requests, heads, P)."""
     num_reqs, num_heads, head_dim = x.shape
     num_groups, shared = B.shape[1], num_heads // B.shape[1]
-
     dt = _step_size(_untied(dt), _untied(dt_bias), dt_softplus)[..., None]
-    state.mul_(torch.exp(dt.to(dtype) * _untied(A).to(dtype)))
+    state.mul_(torch.exp(dt.to(state.dtype) * _untied(A).to(state.dtype)))
     entering = dt * B.repeat_interleave(shared, dim=1)[:, :, None]
-    state.add_(entering * x[..., None])
-    scatter_states(states, slots, state.to(states.dtype))
-
-    by_group = state.to(C.dtype).view(num_reqs, num_groups, shared * head_dim, -1)
-    result = torch.matmul(by_group, C[..., None]).view(x.shape)
-    return _finish(result, x, D, z)
-
-
-def _update_channels(states, slots, x, dt, A, B, C, D, z, dt_bias, dt_softplus):
-    """Mamba-1."""
-    dtype = torch.promote_types(torch.promote_types(x.dtype, states.dtype), torch.float32)
-    state = gather_states(states, slots).to(dtype)
-    dt = _step_size(dt, dt_bias, dt_softplus).to(dtype)
-    state.mul_(torch.exp(dt[..., None] * A.to(dtype)))
-    state.addcmul_((dt * x.to(dtype))[..., None], B.to(dtype)[:, None])
-    scatter_states(states, slots, state.to(states.dtype))
-    result = torch.matmul(state.to(C.dtype), C[..., None]).squeeze(-1)
-    return _finish(result, x, D, z)
+    if entering.dtype == x.dtype == state.dtype:
+        state.addcmul_(entering, x[..., None])
+    else:
+        state.add_(entering * x[..., None])  # rounded to the dtype of x first, as in transformers
+    by_group = state.to(C.dtype).reshape(num_reqs, num_groups, shared * head_dim, C.shape[-1])
+    return torch.matmul(by_group, C[..., None]).view(x.shape)
 
 
 def _step_size(dt, dt_bias, dt_softplus):
@@ -51,19 +75,10 @@ def _step_size(dt, dt_bias, dt_softplus):
     return F.softplus(dt) if dt_softplus else dt
 
 
-def _finish(result, x, D, z):
-    """Add the skip connection, gate, and return to the dtype of x."""
-    if D is not None:
-        result = result + x * D
-    if z is not None:
-        result = result * F.silu(z)
-    return result.to(x.dtype)
-
-
 def _untied(tensor):
-    """One of each value that `expand` repeats.
+    """One of the values that `expand` repeats, in every dimension that it expanded.
 
-    Mamba-2 has one decay per head, and callers expand it to (heads, p, n): p * n exponentials of one number.
+    Mamba-2 has one decay per head, and callers expand it to (heads, P, N): P * N exponentials of one number.
     """
     if tensor is not None:
         for dim, stride in enumerate(tensor.stride()):

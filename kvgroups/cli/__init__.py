@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvgroups.cli.config import config
+from kvgroups.cli.generate import generate
 from kvgroups.cli.parity import parity
 from kvgroups.cli.version import version
 
@@ -15,7 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (parity, config, version):
+for command in (parity, generate, config, version):
     app.command()(command)
 
 __all__ = ["app"]

@@ -1,4 +1,4 @@
-"""From what a person types to a model: tiny families, the real Gemma 3, a folder, or a hub id."""
+"""From what a person types to a model: tiny families, trained ones, the real Gemma 3, a folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ def load_model(
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, None if it has none.
 
-    A tiny family's name wins over a hub id that reads the same; `./name` is always a folder.
+    The name of a tiny family or a trained model wins over a hub id that reads the same; `./name` is always a folder.
 
     Raises:
         UsageError: there is no such model or no such device.
         GemmaNotInstalledError: the optional packages of `gemma-3-270m` are absent.
     """
-    from kvgroups.testing import load_gemma_3_270m, tiny, tiny_names
+    from kvgroups.testing import load_gemma_3_270m, tiny, tiny_names, trained, trained_names
     from kvgroups.testing.gemma import MODEL_NAME
 
     tokenizer = None
     if name in tiny_names(all=True):
         model = tiny(name, dtype=dtype, seed=seed)
+    elif name in trained_names():
+        model, tokenizer = trained(name, dtype=dtype)
     elif name == MODEL_NAME:
         model, tokenizer = load_gemma_3_270m(dtype=dtype)
     else:

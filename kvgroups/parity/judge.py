@@ -21,8 +21,8 @@ plant, 1e-2 in one state, is off by hundreds of gaps.
 """
 
 _LEAST_GAP = 2.0
-"""Least gap that is believed, in units of the dtype's epsilon at the largest logit: a few forwards can agree
-to the last bit by luck."""
+"""Least gap that is believed, in units of the dtype's epsilon at the largest logit: forwards can agree to the
+last bit by luck."""
 
 _EXACT_DTYPES = (torch.float32, torch.float64)
 
@@ -66,7 +66,9 @@ class Judge:
         self.oracle = oracle
         self.probe = probes[0]
         scale = oracle.uncached(self.probe).nan_to_num(posinf=0, neginf=0).abs().max().item()
-        self.gap = max([_LEAST_GAP * torch.finfo(dtype).eps * scale, *map(oracle.gap, probes)])
+        # Logits reach us in float32, whatever the model computes in.
+        epsilon = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        self.gap = max([_LEAST_GAP * epsilon * scale, *map(oracle.gap, probes)])
         self.tolerance = TOLERANCE * self.gap
         self.is_exact = dtype in _EXACT_DTYPES
         self._continues_exactly: bool | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvgroups.errors import UnsupportedCallError
 from kvgroups.parity.prompts import Prompts
 from kvgroups.parity.sides import Row, Side
 from kvgroups.specs import ChunkedAttentionSpec, KVGroupsConfig, SlidingWindowSpec
@@ -66,6 +67,11 @@ def make_plan(config: KVGroupsConfig, prompts: Prompts, num_new: int, seed: int,
         lengths = (edge + _BEYOND_WINDOW,)
         chunks = (edge // 2 + 1, edge)
     longest = min(max_prompt_len, config.max_model_len - 1 - num_new)
+    if longest < 1:
+        raise UnsupportedCallError(
+            f"max_new_tokens: {num_new} leave no room for a prompt in max_model_len {config.max_model_len}; "
+            "lower the one or raise the other"
+        )
     lengths = tuple(sorted({min(length, longest) for length in lengths if length > 0}))
     return Plan(
         prompts=prompts,

@@ -182,7 +182,7 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
 QUICK = settings(
     max_examples=200, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-LONG = settings(QUICK, max_examples=2000, stateful_step_count=60)
+LONG = settings(QUICK, max_examples=1000, stateful_step_count=50)
 
 
 @pytest.mark.parametrize(

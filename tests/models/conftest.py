@@ -25,19 +25,34 @@ UNSERVED = {
 }
 """What `patch` says of a family that no adapter serves."""
 
+WITH_STATES = {
+    "bamba", "jamba", "falcon_h1", "lfm2", "mamba", "falcon_mamba", "mamba2", "zamba", "zamba2",
+    "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3",
+}  # fmt: skip
+"""Families whose state layers have a fused form."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    core = tiny_names()
-    chosen = any(mark.args[0] == "family" for mark in metafunc.definition.iter_markers("parametrize"))
+    """`family` runs over what is served; with `fused`, families with states run in both tiers."""
+    chosen = any("family" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "family" in metafunc.fixturenames and not chosen:
-        served = [name for name in tiny_names(all=True) if name not in UNSERVED]
-        slow = pytest.mark.slow
-        metafunc.parametrize("family", [pytest.param(n, marks=() if n in core else slow) for n in served])
+        names = [name for name in tiny_names(all=True) if name not in UNSERVED]
+        if "fused" in metafunc.fixturenames:
+            cases = [(name, fused) for name in names for fused in (True, False) if fused or name in WITH_STATES]
+            ids = [name if fused else f"{name}-generic" for name, fused in cases]
+            params = [pytest.param(*case, id=label, marks=_marks(case[0])) for case, label in zip(cases, ids, strict=True)]
+            metafunc.parametrize(("family", "fused"), params)
+        else:
+            metafunc.parametrize("family", [pytest.param(name, marks=_marks(name)) for name in names])
     if "unserved" in metafunc.fixturenames:
         metafunc.parametrize("unserved", UNSERVED.items(), ids=list(UNSERVED))
 
 
+def _marks(family: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if family in tiny_names() else (pytest.mark.slow,)
+
+
 @pytest.fixture
-def model(family):
-    """A patched tiny model of the family."""
-    return kvgroups.patch(tiny(family))
+def model(family, fused):
+    """A patched tiny model of the family, its state layers fused where they can be, or all generic."""
+    return kvgroups.patch(tiny(family), fused=fused)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvgroups
+from kvgroups.errors import UnsupportedCallError
 from kvgroups.testing import tiny
 
 IDS = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -178,29 +179,51 @@ def test_close_empties_a_cache_and_it_can_be_used_again():
         assert torch.equal(model(IDS[:, :5], cache=cache).logits.argmax(-1), first[:, :5].argmax(-1))
 
 
-def test_a_failed_forward_leaves_the_cache_as_it_was():
-    """A layer that raises: the step is taken back and the same tokens go through afterwards."""
-    model = kvgroups.patch(tiny("bamba"))
-    cache = kvgroups.GroupedCache(model)
+def fail_in_layer_2(model, cache, ids):
+    """One forward whose third layer raises; what was held before is held afterwards."""
     manager = vars(model)["_kvgroups"].context.manager
+    held = manager.usage().held_bytes
+    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        model(ids, cache=cache)
+    hook.remove()
+    manager.check()
+    assert manager.usage().held_bytes == held
+    assert model.config._attn_implementation != "kvgroups"
+    assert all(module.forward.__func__ is type(module).forward for module in model.model.modules())
+
+
+@pytest.mark.parametrize(("family", "fused"), [("gemma3_text", True), ("bamba", False), ("jamba", False)])
+def test_a_failed_forward_leaves_the_cache_as_it_was(family, fused):
+    """A layer that raises: the step is taken back and the same tokens go through afterwards."""
+    model = kvgroups.patch(tiny(family), fused=fused)
+    cache = kvgroups.GroupedCache(model)
     with torch.no_grad():
         model(IDS[:, :6], cache=cache)
-        held = manager.usage().held_bytes
-        hook = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(IDS[:, 6:], cache=cache)
-        hook.remove()
-        assert manager.usage().held_bytes == held and cache.num_tokens == [6, 6]
-        assert model.config._attn_implementation != "kvgroups"
-        got = model(IDS[:, 6:], cache=cache).logits
+        fail_in_layer_2(model, cache, IDS[:, 6:7])
+        assert cache.num_tokens == [6, 6]
+        got = torch.cat([model(IDS[:, at : at + 1], cache=cache).logits for at in range(6, 13)], dim=1)
         want = model(IDS, use_cache=False).logits[:, 6:]
     assert (got - want).abs().max() < 1e-4
-    manager.check()
+
+
+def test_a_failed_forward_on_states_in_place_says_so():
+    """Layer 0 has moved its states on already: the cache refuses to go on, and a new one works."""
+    model = kvgroups.patch(tiny("bamba"))
+    cache = kvgroups.GroupedCache(model)
+    with torch.no_grad():
+        model(IDS[:, :6], cache=cache)
+        fail_in_layer_2(model, cache, IDS[:, 6:])
+        with pytest.raises(UnsupportedCallError, match="make a new one"):
+            model(IDS[:, 6:], cache=cache)
+        cache.close()
+        got = model(IDS, cache=cache).logits
+    assert (got - model(IDS, use_cache=False).logits).abs().max() < 1e-4
 
 
 def test_a_prefill_that_fails_at_its_second_row_empties_the_cache():
     """Rows of a state model go through one after the other; the first one's blocks come back too."""
-    model = kvgroups.patch(tiny("bamba"))
+    model = kvgroups.patch(tiny("bamba"), fused=False)
     cache = kvgroups.GroupedCache(model)
     passes = []
 
@@ -218,3 +241,13 @@ def test_a_prefill_that_fails_at_its_second_row_empties_the_cache():
         logits = model(IDS, attention_mask=MASK, cache=cache).logits
         alone = model(IDS[:1, 4:], use_cache=False).logits
     assert (logits[0, 4:] - alone[0]).abs().max() < 1e-4
+
+
+def test_families_with_states_run_fused(family):
+    """What has a fused form uses it; the others, gated delta nets among them, stay generic."""
+    from tests.models.conftest import WITH_STATES
+
+    context = vars(kvgroups.patch(tiny(family)))["_kvgroups"].context
+    with_states = {layer.index for layer in context.facts if layer.states}
+    assert context.fused_layers == (with_states if family in WITH_STATES else frozenset())
+    assert not vars(kvgroups.patch(tiny(family), fused=False))["_kvgroups"].context.mixers

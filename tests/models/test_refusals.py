@@ -8,7 +8,13 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvgroups
-from kvgroups.errors import KVGroupsError, OutOfBlocksError, SpecError, UnsupportedCallError, UnsupportedModelError
+from kvgroups.errors import (
+    KVGroupsError,
+    OutOfBlocksError,
+    SpecError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+)
 from kvgroups.specs import MambaSpec
 from kvgroups.testing import tiny
 

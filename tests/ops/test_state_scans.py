@@ -126,7 +126,9 @@ CASES = [
     Case("new requests of one token", ((0, 1, 0, 5), (6, 1, 2, 2), (0, 1, 0, 9))),
     Case("decode of one row", ((10, 1, 5, 5),)),
     Case("initial state elsewhere, only read", ((6, 4, 5, 2), (6, 1, 9, 3), (5, 2, 7, 8))),
-    Case("requests without tokens keep their slots", ((6, 0, 5, 5), (4, 3, 2, 2), (6, 0, 9, 3), (0, 0, 0, 7))),
+    Case(
+        "requests without tokens keep their slots", ((6, 0, 5, 5), (4, 3, 2, 2), (6, 0, 9, 3), (0, 0, 0, 7))
+    ),
     Case("padded rows behind the last", ((4, 3, 2, 2), (0, 0, 0, 0), (0, 0, 0, 6))),
     Case("padded tokens behind the last row", ((4, 3, 2, 2), (0, 5, 0, 9)), num_padded_tokens=3),
     Case("state goes nowhere", ((4, 3, 2, 0), (0, 2, 0, 0))),

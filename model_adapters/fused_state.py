@@ -1,0 +1,192 @@
+"""State layers on our kernels, in place on state slots, ragged batches and all: the fused tier.
+
+transformers' mixers are written around a handful of named kernels: the causal convolution and the scan, each
+for a whole sequence and for one token. A fused mixer is the mixer's own code, its projections, norms and gates,
+with those names bound to kernels that know the step: which tokens belong to which request, and which slot holds
+whose state. So it also is right where the mixer's own kernels are not: Mamba-1's scan starts from zero however
+filled the state is, ours starts from the slot.
+
+The mixer sees the real tokens only: packed as one row (1, num_tokens) where some request feeds more than one,
+or as (num_reqs, 1) where each feeds one, which is the form in which it takes its single-step path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvgroups import ops
+from kvgroups.model_adapters.base import Step
+from kvgroups.model_adapters.generic_state import StateLayer
+
+CONVOLUTION = frozenset({"causal_conv1d_fn", "causal_conv1d_update"})
+MAMBA1 = CONVOLUTION | {"mamba_selective_scan", "mamba_selective_state_update"}
+MAMBA2 = CONVOLUTION | {"mamba2_chunk_scan", "mamba2_selective_state_update"}
+_ACTIVATIONS = (None, "silu", "swish")
+
+
+class FusedMixer:
+    """One mixer of a model, run on state slots.
+
+    Args:
+        module: the mixer.
+        index: its cache layer.
+        kernels: the names that its code calls: one of CONVOLUTION, MAMBA1, MAMBA2.
+    """
+
+    continuation = "exact"
+    """Several tokens on a filled state give what one by one gives."""
+
+    def __init__(self, module: torch.nn.Module, index: int, kernels: frozenset[str]) -> None:
+        self.module = module
+        self.index = index
+        own = inspect.unwrap(type(module).forward)
+        namespace = {**own.__globals__, **{name: getattr(self, name) for name in kernels}}
+        rebound = types.FunctionType(own.__code__, namespace, own.__name__, own.__defaults__, own.__closure__)
+        rebound.__kwdefaults__ = own.__kwdefaults__
+        self.own_forward = types.MethodType(rebound, module)
+        self.parameters = list(inspect.signature(self.own_forward).parameters)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stands in for the mixer's forward while a cache of ours is running.
+
+        Takes the mixer's own arguments, `hidden_states` (batch, query_len, hidden) and the cache among them.
+
+        Returns:
+            (batch, query_len, hidden), 0 where there is padding.
+        """
+        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        hidden_states, cache = arguments.pop("hidden_states"), arguments.pop("cache")
+        arguments.pop("attention_mask", None)
+        self.layer: StateLayer = cache.layers[self.index]
+        self.step: Step = cache.running.require()
+        self.num_scans = 0
+        batch_size, query_len, hidden = hidden_states.shape
+        tokens = hidden_states.reshape(-1, hidden)
+        index = self.step.token_index
+        if index is not None:
+            tokens = tokens.index_select(0, index)
+        if not len(tokens):
+            return torch.zeros_like(hidden_states)
+        tokens = tokens[:, None] if self.step.is_decode else tokens[None]
+        output = self.own_forward(tokens, cache=_SlotCache(self), **arguments).reshape(-1, hidden)
+        if index is not None:
+            output = output.new_zeros((batch_size * query_len, hidden)).index_copy_(0, index, output)
+        return output.view(batch_size, query_len, hidden)
+
+    # The kernels that the mixer's code calls, under the names that it calls them by. Tensors have the mixer's
+    # shapes: a leading dimension of 1 and the tokens as the last or second.
+
+    def causal_conv1d_fn(self, x, weight, bias=None, activation=None, **_):
+        output = ops.causal_conv1d(x[0].mT, weight, bias, self._states("conv"), activation=activation, **self._slots())
+        return output.mT[None]
+
+    def causal_conv1d_update(self, x, conv_state, weight, bias=None, activation=None, **_):
+        slots = self._slots()["final_slots"]
+        return ops.causal_conv1d_update(x[..., 0], conv_state, slots, weight, bias, activation=activation)[..., None]
+
+    def mamba_selective_scan(self, x, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_):
+        states = self._states("recurrent")
+        if states.ndim == 4:  # heads of their own, scanned one after the other
+            states = states[:, self.num_scans]
+        self.num_scans += 1
+        output = ops.selective_scan(
+            x[0].mT, dt[0].mT, A, B[0].mT, C[0].mT, states,
+            D=D, z=None if z is None else z[0].mT, dt_bias=delta_bias, dt_softplus=delta_softplus, **self._slots(),
+        )  # fmt: skip
+        return output.mT[None], output.new_empty(0)  # the final state is in its slot already
+
+    def mamba_selective_state_update(self, state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, **_):
+        slots = self._slots()["final_slots"]
+        return ops.selective_state_update(
+            state, slots, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus
+        )
+
+    mamba2_selective_state_update = mamba_selective_state_update
+
+    def mamba2_chunk_scan(
+        self, x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf")), **_
+    ):
+        output = ops.ssd_scan(
+            x[0], dt[0], A, B[0], C[0], self._states("recurrent"),
+            chunk_size=chunk_size, D=D, z=None if z is None else z[0], dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=dt_limit, is_limited=self.step.is_prefill, **self._slots(),
+        )  # fmt: skip
+        return output[None], output.new_empty(0)
+
+    def _states(self, kind: str) -> torch.Tensor:
+        return self.layer.view(kind)
+
+    def _slots(self) -> dict[str, torch.Tensor]:
+        initial, final = self.step.state_slots(self.layer.state_group.name)
+        return {
+            "query_start_loc": self.step.tensors.query_start_loc,
+            "initial_slots": initial,
+            "final_slots": final,
+        }
+
+
+class _SlotCache:
+    """What a fused mixer takes for its cache: states are named, not handed over."""
+
+    def __init__(self, mixer: FusedMixer) -> None:
+        self.mixer = mixer
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.mixer._states("conv") if self.mixer.step.is_decode else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.mixer._states("recurrent") if self.mixer.step.is_decode else None
+
+    def update_conv_state(self, conv_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return conv_states  # the convolution reads and writes the slots itself
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+def fusable_kernels(module: torch.nn.Module, states: set[str]) -> tuple[frozenset[str] | None, list[str]]:
+    """Which set of kernels a mixer is written around, or every reason why it cannot be fused.
+
+    Args:
+        module: the mixer.
+        states: the names of its states. A mixer with a recurrent state must scan it with a kernel we know.
+
+    Returns:
+        The set, and no reasons; or None, and the reasons.
+    """
+    called = set(inspect.unwrap(type(module).forward).__code__.co_names)
+    kernels = (MAMBA1 | MAMBA2) & called
+    wanted = {("conv",): (CONVOLUTION,), ("conv", "recurrent"): (MAMBA1, MAMBA2)}.get(tuple(sorted(states)), ())
+    reasons = []
+    if kernels not in wanted:
+        names = ", ".join(sorted(kernels)) or "no kernels"
+        reasons.append(f"its forward calls {names} that have a fused form, and it keeps {', '.join(sorted(states))}")
+    if getattr(module, "activation", None) not in _ACTIVATIONS:
+        reasons.append(f"the activation of its convolution is {module.activation!r}, not silu")
+    return (None, reasons) if reasons else (kernels, [])
+
+
+@contextmanager
+def running_fused(mixers: Sequence[FusedMixer]) -> Iterator[None]:
+    """Put the mixers' forwards in place, and take them off again, whatever happens."""
+    hidden: list[tuple[torch.nn.Module, Callable[..., Any] | None]] = []
+    try:
+        for mixer in mixers:
+            hidden.append((mixer.module, mixer.module.__dict__.get("forward")))
+            mixer.module.__dict__["forward"] = mixer.forward
+        yield
+    finally:
+        for module, forward in hidden:
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
