@@ -85,7 +85,7 @@ def _groups(groups: Sequence[GroupSummary]) -> Table:
         is_state = group.kind == "mamba"
         table.add_row(
             Text(group.name, style="cyan"),
-            f"layers {_ranges(group.layers)}",
+            f"{'layers' if len(group.layers) > 1 else 'layer'} {_ranges(group.layers)}",
             _KINDS[group.kind].format(span=group.span),
             "one slot a request" if is_state else f"blocks of {group.block_size}, {group.slot_mapping}",
             f"{_bytes(group.block_bytes)} a {'slot' if is_state else 'block'}",
@@ -153,7 +153,7 @@ def _conditions(report: ParityReport) -> str:
     c = report.conditions
     commit = f" ({c.commit})" if c.commit else ""
     return (
-        f"{c.dtype} on {c.device}, {c.threads} threads, seed {c.seed}: kvgroups {c.kvgroups}{commit}, torch {c.torch}, "
+        f"{c.dtype} on {c.device}, threads {c.threads}, seed {c.seed}: kvgroups {c.kvgroups}{commit}, torch {c.torch}, "
         f"transformers {c.transformers}"
     )
 
