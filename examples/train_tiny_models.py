@@ -1,6 +1,6 @@
 """Train the byte-level models in kvgroups/assets, on text that a Python installation carries.
 
-    python examples/train_tiny_models.py tiny-gemma3 --steps 2400
+    python examples/train_tiny_models.py tiny-gemma3 --steps 500
 
 The text is the prose of the standard library's docstrings and of `pydoc_data.topics`, so nothing is downloaded.
 One thread, fp32, and batches drawn from the seed and the step alone: a run that was interrupted goes on from its
@@ -33,10 +33,10 @@ from transformers.models.jamba import modeling_jamba
 
 from kvgroups.testing.trained import nats_per_byte
 
-SEQ_LEN, BATCH, PEAK_LR, WARMUP, SEED = 256, 4, 2e-3, 100, 0
+SEQ_LEN, BATCH, PEAK_LR, WARMUP, SEED = 256, 8, 4e-3, 20, 0
 DECAY = 0.3
 """The share of the steps, at the end, over which the learning rate falls to zero."""
-EVERY = 100
+EVERY = 25
 """Steps between two checkpoints, lines of progress and points of the loss curve."""
 BOS, EOS, PAD = 256, 257, 258
 """Ids after those of the 256 bytes; 259 is unused and rounds the vocabulary up to a multiple of four."""
@@ -167,6 +167,18 @@ def selective_scan(
     return (y, states[-1]) if rest["return_last_state"] else y
 
 
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, which comes as far as AdamW in half the time here, and AdamW for the rest."""
+    matrices, rest = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and not re.search("embed_tokens|A_log", name)
+        (matrices if is_matrix else rest).append(parameter)
+    return [
+        torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, weight_decay=0.01, betas=(0.9, 0.98)),
+    ]
+
+
 def learning_rate(step: int, steps: int) -> float:
     """Up over the warm-up, level, then down to zero. The level part is the same whatever `steps` is, so a run
     can be given more steps as long as it has not begun to go down."""
@@ -179,31 +191,34 @@ def train(name: str, steps: int, out: Path, checkpoints: Path) -> None:
     tokens = torch.tensor([token for text in documents for token in (BOS, *text.encode(), EOS)])
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    optimizers = make_optimizers(model)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "losses": [], "curve": []}
     checkpoint = checkpoints / f"{name}.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint)
         model.load_state_dict(state.pop("model"))
-        optimizer.load_state_dict(state.pop("optimizer"))
+        for optimizer, saved in zip(optimizers, state.pop("optimizers"), strict=True):
+            optimizer.load_state_dict(saved)
     started = time.monotonic() - state["seconds"]
     for step in range(state["step"], steps):
         draw = torch.Generator().manual_seed(SEED * 1_000_000 + step)
         starts = torch.randint(len(tokens) - SEQ_LEN, (BATCH, 1), generator=draw)
         batch = tokens[starts + torch.arange(SEQ_LEN)]
-        optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+            optimizer.step()
+            optimizer.zero_grad()
         state["losses"].append(loss.item())
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             recent = state["losses"][-EVERY:]
             state.update(step=step + 1, seconds=time.monotonic() - started)
             state["curve"].append([step + 1, round(sum(recent) / len(recent), 3)])
             print(f"{name}: step {step + 1}/{steps}, loss {state['curve'][-1][1]}, {state['seconds']:.0f} s", flush=True)
-            torch.save({**state, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+            learnt = {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
+            torch.save({**state, **learnt}, checkpoint)
     save(model, out / name, heldout, tokens, steps, state)
 
 
@@ -241,7 +256,7 @@ def save(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(CONFIGS), help=f"of {', '.join(CONFIGS)}; all if none")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--out", type=Path, default=Path("kvgroups/assets"), help="folder of the models' folders")
     parser.add_argument("--checkpoints", type=Path, default=Path("build/checkpoints"))
     arguments = parser.parse_args()

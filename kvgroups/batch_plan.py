@@ -57,7 +57,7 @@ def plan_passes(is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool,
     kinds: dict[tuple[bytes, bool], list[int]] = {}
     for row in range(len(is_real)):
         kinds.setdefault((is_real[row].tobytes(), bool(has_past[row])), []).append(row)
-    passes = []
+    passes: list[Pass] = []
     for (_, past), rows in kinds.items():
         columns = np.flatnonzero(is_real[rows[0]])
         if not len(columns):
@@ -169,6 +169,20 @@ def repeat_rows(output: Any, places: Sequence[int]) -> Any:
     for name, value in output.items():
         if name not in _CACHES:
             output[name] = repeat(value)
+    return output
+
+
+def last_columns(output: Any, num_columns: int) -> Any:
+    """The output for the last columns of what was fed."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cut(item) for item in value)
+        return value[:, -num_columns:] if isinstance(value, torch.Tensor) and value.ndim > 1 else value
+
+    for name, value in output.items():
+        if name not in _CACHES:
+            output[name] = cut(value)
     return output
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer
 
 from kvgroups.cached_forward import CachedForward
-from kvgroups.errors import ShapeError, UnsupportedCallError
+from kvgroups.errors import KVGroupsError, ShapeError, UnsupportedCallError
 from kvgroups.history import TokenHistory
 from kvgroups.manager import Manager
 from kvgroups.model_adapters import AttentionLayer, FusedMixer, HybridLayer, Running, StateLayer
@@ -23,6 +23,9 @@ from kvgroups.specs.probe import LayerFacts
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 """Names under which a forward may be handed its cache; the last two are transformers' older ones."""
+
+DRAFT_TOKENS = 64
+"""Tokens that assisted generation may take back of its first forward; later ones are known by their length."""
 
 
 @dataclass
@@ -43,6 +46,11 @@ class CacheContext:
     def fused_layers(self) -> frozenset[int]:
         """Cache layers whose states are worked on in place."""
         return frozenset(mixer.index for mixer in self.mixers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a recurrent state."""
+        return any(layer.states for layer in self.facts)
 
     @property
     def splits_rows(self) -> bool:
@@ -67,6 +75,7 @@ class GroupedCache(Cache):
 
     Args:
         model: a model that `kvgroups.patch` has patched.
+        max_rewind: tokens of the last forward that `crop` must be able to take back; None for the config's.
 
     Raises:
         UnsupportedCallError: if the model is not patched.
@@ -82,15 +91,16 @@ class GroupedCache(Cache):
     """
 
     is_compileable = False  # blocks and views change from step to step
-    is_croppable = False
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, max_rewind: int | None = None) -> None:
         patch = model.__dict__.get("_kvgroups")
         if patch is None:
             raise UnsupportedCallError(
                 f"{type(model).__name__} is not patched; call kvgroups.patch(model) before GroupedCache(model)"
             )
         self._setup(patch.context)
+        if max_rewind is not None:
+            self.allow_rewind(max_rewind)
 
     def _setup(self, context: CacheContext) -> None:
         self.context = context
@@ -98,6 +108,12 @@ class GroupedCache(Cache):
         self.rows = CacheRows(context.manager)
         self.history = TokenHistory()
         self.is_broken = False
+        self.max_rewind = context.config.max_rewind
+        """Tokens of the last forward that `crop` can take back."""
+        self.checkpoint_column = 0
+        """Columns fed before the checkpoint that states can be taken back to."""
+        self.num_pending = 0
+        """Last columns of the history that must be fed again, since states were taken back beyond them."""
         super().__init__(layers=[self._make_layer(facts) for facts in context.facts])
         # Blocks must come back when the cache is dropped, also without close().
         self._finalizer = weakref.finalize(self, free_all, context.manager, self.rows.requests)
@@ -123,7 +139,7 @@ class GroupedCache(Cache):
     @property
     def num_tokens(self) -> list[int]:
         """Real tokens of each row, padding not counted."""
-        return self.rows.num_tokens.tolist()
+        return self.history.num_tokens(len(self.rows))
 
     @property
     def batch_size(self) -> int:
@@ -140,6 +156,7 @@ class GroupedCache(Cache):
         self.rows.close()
         self.history = TokenHistory()
         self.is_broken = False
+        self.checkpoint_column = self.num_pending = 0
 
     reset = close
 
@@ -197,15 +214,60 @@ class GroupedCache(Cache):
         self.rows.select(rows)
         self.history.select(rows)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        raise UnsupportedCallError(
-            "GroupedCache.crop: taking tokens back is not served; copy.deepcopy(cache) before feeding them"
-        )
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens of the last forward back."""
+        return self.max_rewind > 0
+
+    def allow_rewind(self, max_rewind: int) -> None:
+        """Have `crop` be able to take back up to `max_rewind` tokens of each forward from now on.
+
+        Windows then keep that many tokens more, and states are checkpointed that many tokens before the end of
+        each forward.
+
+        Raises:
+            UnsupportedCallError: if a state layer is not fused, so that its states cannot be checkpointed.
+        """
+        if max_rewind and self.context.splits_rows:
+            raise UnsupportedCallError(
+                "max_rewind: this model has state layers that only the generic adapter serves, and their states cannot "
+                "be taken back; copy.deepcopy(cache) before feeding tokens that may be wrong"
+            )
+        self.max_rewind = max_rewind
 
     def activate_past_recording(self) -> None:
-        raise UnsupportedCallError(
-            "GroupedCache: assisted decoding is not served; call generate without an assistant"
-        )
+        """transformers' word for `allow_rewind`, said before drafts are verified."""
+        self.allow_rewind(max(self.max_rewind, DRAFT_TOKENS))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last columns of every row back, as if they had not been fed.
+
+        Args:
+            tokens_to_remove: 0 or a negative number of columns, as transformers counts them.
+
+        Raises:
+            UnsupportedCallError: if so much cannot be taken back; nothing is changed.
+        """
+        if tokens_to_remove > 0:
+            raise UnsupportedCallError(f"crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
+        num_columns = self.history.num_columns + tokens_to_remove
+        if tokens_to_remove == 0:
+            return
+        if num_columns < 0:
+            raise UnsupportedCallError(
+                f"crop: {-tokens_to_remove} tokens to remove, and the cache holds {self.history.num_columns}"
+            )
+        _, is_real = self.history.last(-tokens_to_remove, len(self.rows))
+        counts = is_real.sum(1).tolist()
+        if self.num_pending or (self.context.has_states and self.token_ids is None):
+            raise UnsupportedCallError("crop: states were taken back already, or fed embeddings, which cannot be fed again")
+        try:
+            self.rows.rewind(counts)
+        except KVGroupsError as error:
+            raise UnsupportedCallError(f"crop: {error}; make the cache with GroupedCache(model, max_rewind=...)") from error
+        self.history.truncate(num_columns)
+        if self.context.has_states:
+            self.num_pending = num_columns - self.checkpoint_column
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedCache:
         twin = object.__new__(type(self))
@@ -214,6 +276,8 @@ class GroupedCache(Cache):
         twin.rows.copy_from(self.rows)
         twin.history = self.history.copy()
         twin.is_broken = self.is_broken
+        twin.max_rewind = self.max_rewind
+        twin.num_pending = self.num_pending
         return twin
 
     def forward(self, model_forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:

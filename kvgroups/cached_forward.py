@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvgroups.batch_plan import Pass, merge_outputs, plan_passes, repeat_rows, slice_inputs
+from kvgroups.batch_plan import Pass, last_columns, merge_outputs, plan_passes, repeat_rows, slice_inputs
 from kvgroups.errors import ShapeError, UnsupportedCallError
 from kvgroups.geometry import BatchGeometry
 from kvgroups.manager import Request
@@ -49,6 +49,9 @@ class CachedForward:
             )
         mask = inputs.pop("attention_mask", None)
         self.is_real = cache.history.real_columns(mask, self.batch_size, self.num_columns)
+        self.num_new = self.num_columns
+        if cache.num_pending:
+            self._prepend_pending(cache.num_pending)
 
     def run(self) -> Any:
         """What the model's forward returns for the padded batch; padded positions hold zeros or leftovers."""
@@ -60,6 +63,8 @@ class CachedForward:
             self.rows.part(self._row_keys())
         first, places = self.rows.distinct()
         is_real = self.is_real[first]
+        if self.cache.is_croppable:
+            self._set_checkpoints([self.rows.requests[row] for row in first], is_real)
         passes = plan_passes(
             is_real,
             has_past=self.rows.num_tokens[first] > 0,
@@ -81,7 +86,11 @@ class CachedForward:
             # Nothing but padding, as the first chunk of a padded prompt may be: shapes are all that is asked.
             output = self.model_forward(**{**self.inputs, "cache": None, "use_cache": False})
             output["cache"] = self.cache
-        self.cache.history.append(self.inputs.get("input_ids"), self.is_real)
+        ids = self.inputs.get("input_ids")
+        self.cache.history.append(None if ids is None else ids[:, -self.num_new :], self.is_real[:, -self.num_new :])
+        if self.cache.num_pending:
+            self.cache.num_pending = 0
+            output = last_columns(output, self.num_new)
         return output
 
     # One pass
@@ -138,6 +147,7 @@ class CachedForward:
             token_index=None if all_real else torch.from_numpy(np.flatnonzero(is_real)).to(device),
             groups=groups,
             device=device,
+            **self._snapshots(requests, geometry),
         )
 
     @contextmanager
@@ -153,6 +163,53 @@ class CachedForward:
             step.release()
             for layer in state_layers:
                 layer.release()
+
+    # Going back
+
+    def _prepend_pending(self, num_pending: int) -> None:
+        """Feed once more what states were taken back beyond, before what is new; its logits are not returned."""
+        ids, is_real = self.cache.history.last(num_pending, self.batch_size)
+        if self.inputs.get("input_ids") is None or ids is None:
+            raise UnsupportedCallError("inputs_embeds: tokens must be fed again after a crop; pass input_ids")
+        self.inputs["input_ids"] = torch.cat((ids.to(self.inputs["input_ids"].device), self.inputs["input_ids"]), dim=1)
+        self.is_real = np.concatenate((is_real, self.is_real), axis=1)
+        self.num_columns += num_pending
+        positions = self.inputs.get("position_ids")
+        if positions is not None:
+            before = positions[..., :1] - torch.arange(num_pending, 0, -1, device=positions.device)
+            self.inputs["position_ids"] = torch.cat((before.clamp_min(0), positions), dim=-1)
+        keep = self.inputs.get("logits_to_keep")
+        if isinstance(keep, torch.Tensor):
+            self.inputs["logits_to_keep"] = keep + num_pending
+
+    def _set_checkpoints(self, requests: Sequence[Request], is_real: np.ndarray) -> None:
+        """Let the tokens of this forward be taken back: all of the new ones, or the last `max_rewind` of many."""
+        num_rewound = min(self.num_new, max(self.cache.max_rewind, 1))
+        column = self.num_columns - num_rewound
+        for request in requests:
+            request.max_rewind = num_rewound
+        if self.context.has_states:
+            self.context.manager.set_checkpoints(requests, is_real[:, :column].sum(1).tolist())
+            self.cache.checkpoint_column = self.cache.history.num_columns - self.cache.num_pending + column
+
+    def _snapshots(self, requests: Sequence[Request], geometry: BatchGeometry) -> dict[str, Any]:
+        """Which states the kernels are to keep on the way, for the requests' checkpoints."""
+        if not (self.cache.is_croppable and self.context.has_states):
+            return {}
+        places, slots = [], []
+        for request, start in zip(requests, geometry.query_start_loc[:-1].tolist(), strict=True):
+            offset = request.checkpoint.num_tokens - request.num_computed_tokens
+            if offset > 0:
+                places.append(start + offset - 1)
+                slots.append(request.checkpoint.slots)
+        if not places:
+            return {}
+        device = self.context.manager.device
+        groups = [group.name for group in self.context.config.groups if group.is_state]
+        return {
+            "snapshot_tokens": torch.tensor(places, device=device),
+            "snapshot_slots": {name: torch.tensor([slot[name] for slot in slots], device=device) for name in groups},
+        }
 
     # Rows and positions
 

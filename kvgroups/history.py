@@ -71,6 +71,24 @@ class TokenHistory:
         self._ids.append(None if token_ids is None else token_ids.detach())
         self.num_columns += is_real.shape[1]
 
+    def num_tokens(self, batch_size: int) -> list[int]:
+        """Columns of each row that exist."""
+        return self._past(batch_size).sum(1).tolist()
+
+    def last(self, num_columns: int, batch_size: int) -> tuple[torch.Tensor | None, np.ndarray]:
+        """The ids (None if unknown) and the existence, (batch, num_columns) bool, of the last columns."""
+        start = self.num_columns - num_columns
+        ids = self.token_ids
+        return None if ids is None else ids[:, start:], self._past(batch_size)[:, start:]
+
+    def truncate(self, num_columns: int) -> None:
+        """Forget all but the first columns."""
+        if self._is_real is not None:
+            self._is_real = self._is_real[:, :num_columns]
+        ids = self.token_ids
+        self._ids = [None] if ids is None else [ids[:, :num_columns]]
+        self.num_columns = num_columns
+
     def select(self, rows: Sequence[int]) -> None:
         """Row i goes on from row `rows[i]`."""
         if self._is_real is not None:

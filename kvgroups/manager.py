@@ -25,6 +25,16 @@ _GROWTH = 1.5
 """A pool that must grow takes this many times its blocks, so that a long answer copies little."""
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a request can be taken back to in its state groups."""
+
+    num_tokens: int
+    """Tokens that had been computed."""
+    slots: dict[str, int]
+    """State group -> the slot that holds the state after them; empty where there were none."""
+
+
 @dataclass(eq=False)
 class Request:
     """A request that holds blocks: its row in its owner's tables, and how far it has been computed."""
@@ -34,6 +44,9 @@ class Request:
     num_computed_tokens: int = 0
     num_allocated_tokens: int = 0
     """Tokens that `allocate` has provided for; more than are computed only while a step runs."""
+    max_rewind: int = 0
+    """Tokens that windows keep beyond what the next query sees, if more than the config's `max_rewind`."""
+    checkpoint: Checkpoint | None = None
     is_live: bool = True
 
 
@@ -199,6 +212,7 @@ class Manager:
             for group in self._groups.values():
                 group.pool.free(self._row_blocks(group, request))
             request.tables.clear_row(request.row)
+            self._drop_checkpoint(request)
             request.is_live = False
             self._requests.discard(request)
 
@@ -228,8 +242,7 @@ class Manager:
                 for column, block_id in zip(
                     copies[name], group.pool.allocate(len(copies[name])), strict=True
                 ):
-                    group.storage.copy_block(int(blocks[column]), block_id)
-                    self._copied_bytes += group.config.block_bytes
+                    self._copy_block(group, int(blocks[column]), block_id)
                     blocks[column] = block_id
                 rows[name] = blocks
             tables.add_row(row, rows)
@@ -252,6 +265,81 @@ class Manager:
             request.tables.clear_row(request.row)
             request.tables, request.row = tables, row
 
+    def set_checkpoints(self, requests: Sequence[Request], offsets: Sequence[int]) -> None:
+        """Make room for each request's states as they are `offsets[i]` tokens into its next step.
+
+        With offset 0 the running states are copied now. With another offset, whoever runs the step writes the
+        slots of `request.checkpoint` when it comes to that token. A request's earlier checkpoint is given up.
+
+        Args:
+            requests: requests of this manager, each once, before their `allocate`.
+            offsets: tokens of the step that come before the checkpoint.
+
+        Raises:
+            OutOfBlocksError: if the slots do not fit; nothing is changed.
+        """
+        with self._lock:
+            states = {name: group for name, group in self._groups.items() if group.config.is_state}
+            totals = [r.num_computed_tokens + offset for r, offset in zip(requests, offsets, strict=True)]
+            for request in requests:
+                self._check_request(request, 0)
+            old = sum(request.checkpoint is not None and bool(request.checkpoint.slots) for request in requests)
+            need = sum(total > 0 for total in totals)
+            self._make_room({name: need - old for name in states})
+            for request, total, offset in zip(requests, totals, offsets, strict=True):
+                self._drop_checkpoint(request)
+                slots = {name: group.pool.allocate(1)[0] for name, group in states.items() if total}
+                if offset == 0:
+                    for name, slot in slots.items():
+                        self._copy_block(states[name], int(self._row_blocks(states[name], request)[0]), slot)
+                request.checkpoint = Checkpoint(total, slots)
+            self._peak_held_bytes = max(self._peak_held_bytes, self._held_bytes())
+
+    def rewind(self, request: Request, num_tokens: int) -> int:
+        """Take a request back by some tokens, in all groups, or raise and change nothing.
+
+        States cannot be undone, only restored: a request with states goes back to its checkpoint, and the tokens
+        from there to where it should be must be fed again.
+
+        Args:
+            request: between two steps.
+            num_tokens: tokens to take back; 0 does nothing.
+
+        Returns:
+            Tokens that must be fed again: 0 without state groups.
+
+        Raises:
+            ShapeError: fewer than 0 tokens, or more than the request has.
+            KVGroupsError: there is no checkpoint that far back, or a window has let go of what a query there
+                would see.
+            OutOfBlocksError: the new tail is shared and its copy does not fit.
+        """
+        with self._lock:
+            base = self._rewind_base(request, num_tokens)
+            if num_tokens == 0:
+                return 0
+            tails = {name: self._shared_tail(group, request, base) for name, group in self._groups.items()}
+            self._make_room({name: int(tail is not None) for name, tail in tails.items()})
+            for name, group in self._groups.items():
+                if group.config.is_state:
+                    self._restore_state(group, request)
+                    continue
+                keep = self._num_logical_blocks(group, base)
+                group.pool.free(self._row_blocks(group, request)[keep:])
+                request.tables[name].truncate_row(request.row, keep)
+                if tails[name] is not None:
+                    self._replace_tail(group, request, keep - 1)
+            if request.checkpoint is not None:
+                request.checkpoint = None  # its slots are the running ones now
+            target = request.num_computed_tokens - num_tokens
+            request.num_computed_tokens = request.num_allocated_tokens = base
+            return target - base
+
+    def check_rewind(self, request: Request, num_tokens: int) -> None:
+        """Raise what `rewind` would raise for want of a checkpoint or of window tokens; change nothing."""
+        with self._lock:
+            self._rewind_base(request, num_tokens)
+
     # Limits and accounts
 
     def check_fits(
@@ -261,6 +349,7 @@ class Manager:
         max_len: int,
         chunk_size: int | None = None,
         padding: Sequence[int] = (),
+        num_shared: int = 0,
     ) -> None:
         """Refuse what can never fit, with the arithmetic that `allocate` uses, before anything is taken.
 
@@ -271,6 +360,7 @@ class Manager:
             chunk_size: tokens of one prefill step; None for the whole prompt at once.
             padding: how many tokens each prompt is shorter than the longest, padded on the left; empty if none
                 is. A shorter prompt can need more of a window: it may end elsewhere in its block.
+            num_shared: requests whose prompt is that of another one, so that they share its full blocks.
 
         Raises:
             OutOfBlocksError: naming the group, the need and what there is.
@@ -283,6 +373,7 @@ class Manager:
                 count * self._peak_blocks(group, prompt_len, max_len, chunk_size, pad)
                 for pad, count in pads.items()
             )
+            - num_shared * self._num_shared_blocks(group, prompt_len - max(pads))
             for name, group in self._groups.items()
         }
         for name, group in self._groups.items():
@@ -341,38 +432,37 @@ class Manager:
             return group.ring_blocks
         return -(-num_tokens // group.config.block_size)
 
-    def _first_needed(self, group: _Group, num_tokens: int) -> int:
-        """The lowest position that a query after `num_tokens` tokens can see, rewinding included."""
+    def _num_hidden_blocks(self, group: _Group, num_tokens: int, rewind: int) -> int:
+        """Leading logical blocks that hold nothing a query can see after `num_tokens` tokens, or after `rewind`
+        fewer."""
         spec = group.config.spec
         if isinstance(spec, MambaSpec) or group.ring_blocks:
             return 0
-        return spec.first_visible(max(0, num_tokens - self.config.max_rewind))
+        return spec.first_visible(max(0, num_tokens - rewind)) // group.config.block_size
 
-    def _num_hidden_blocks(self, group: _Group, num_tokens: int) -> int:
-        """Leading logical blocks that hold nothing a query after `num_tokens` tokens can see."""
-        return self._first_needed(group, num_tokens) // group.config.block_size
-
-    def _blocks_for(self, group: _Group, computed: int, count: int) -> _Growth:
+    def _blocks_for(self, group: _Group, computed: int, count: int, rewind: int) -> _Growth:
         """Worked example, W = 8 on blocks of 4: 30 tokens at once end in `[0, 0, 0, 0, 0, x, x, x]`, since the
         query at 30 sees from 23 on; the query at 31 sees from 24 on, and releases block 5 (20 to 23)."""
         had = self._num_logical_blocks(group, computed)
         total = computed + count
-        hidden = self._num_hidden_blocks(group, total)
+        hidden = self._num_hidden_blocks(group, total, rewind)
         return _Growth(
-            release=range(min(self._num_hidden_blocks(group, computed), had)),
+            release=range(min(self._num_hidden_blocks(group, computed, rewind), had)),
             append=tuple(column >= hidden for column in range(had, self._num_logical_blocks(group, total))),
         )
 
     def _growth(self, group: _Group, request: Request, count: int) -> _Growth:
-        plan = self._blocks_for(group, request.num_computed_tokens, count)
+        rewind = max(self.config.max_rewind, request.max_rewind)
+        plan = self._blocks_for(group, request.num_computed_tokens, count, rewind)
         blocks = self._row_blocks(group, request)
         first = int(np.argmax(blocks != NULL_BLOCK_ID)) if len(blocks) else 0
         return _Growth(range(min(first, plan.release.stop), plan.release.stop), plan.append)
 
     def _num_held(self, group: _Group, computed: int, count: int) -> int:
         """Blocks that one request owns while it computes `count` tokens after `computed`."""
-        had, hidden = self._num_logical_blocks(group, computed), self._num_hidden_blocks(group, computed)
-        return max(0, had - hidden) + self._blocks_for(group, computed, count).num_new()
+        rewind = self.config.max_rewind
+        had, hidden = self._num_logical_blocks(group, computed), self._num_hidden_blocks(group, computed, rewind)
+        return max(0, had - hidden) + self._blocks_for(group, computed, count, rewind).num_new()
 
     def _peak_blocks(
         self, group: _Group, prompt_len: int, max_len: int, chunk_size: int | None, pad: int
@@ -385,6 +475,12 @@ class Manager:
         period = math.lcm(group.config.block_size, getattr(group.config.spec, "chunk_size", 1))
         decodes = range(max(prompt_len, max_len - period) - pad, max_len - pad)
         return max([peak, *(self._num_held(group, computed, 1) for computed in decodes)])
+
+    def _num_shared_blocks(self, group: _Group, prompt_len: int) -> int:
+        """Blocks that requests with one prompt hold together to their end: those that no window passes by."""
+        if group.config.spec.kind != "full_attention":
+            return 0
+        return prompt_len // group.config.block_size
 
     def _private_columns(self, group: _Group, request: Request) -> list[int]:
         """Columns that a fork must copy: the partial tail, a ring's blocks, the running state."""
@@ -421,6 +517,84 @@ class Manager:
             blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in plan.append]
             request.tables[group.config.name].append_row(request.row, blocks)
 
+    def _copy_block(self, group: _Group, source: int, target: int) -> None:
+        group.storage.copy_block(source, target)
+        self._copied_bytes += group.config.block_bytes
+
+    # Going back
+
+    def _rewind_base(self, request: Request, num_tokens: int) -> int:
+        """The number of tokens that a rewound request can really go back to."""
+        self._check_request(request, 0)
+        self._check_step(request, 0)
+        target = request.num_computed_tokens - num_tokens
+        if num_tokens < 0 or target < 0:
+            raise ShapeError(
+                f"rewind: expected 0 to {request.num_computed_tokens} tokens, what the request has, got {num_tokens}"
+            )
+        base = target
+        if num_tokens and any(group.config.is_state for group in self._groups.values()):
+            if request.checkpoint is None or request.checkpoint.num_tokens > target:
+                at = "none" if request.checkpoint is None else f"one after {request.checkpoint.num_tokens} tokens"
+                raise KVGroupsError(
+                    f"rewind: the states after {target} tokens or fewer are needed, and of checkpoints there is {at}; "
+                    "raise max_rewind before the tokens are fed"
+                )
+            base = request.checkpoint.num_tokens
+        for group in self._groups.values():
+            self._check_window(group, request, base)
+        return base
+
+    def _check_window(self, group: _Group, request: Request, base: int) -> None:
+        """Raise unless the group still holds what a query after `base` tokens sees."""
+        spec, size = group.config.spec, group.config.block_size
+        if isinstance(spec, MambaSpec):
+            return
+        if group.ring_blocks:
+            kept = request.num_computed_tokens - group.ring_blocks * size
+            is_kept = base == request.num_computed_tokens or kept <= spec.first_visible(base)
+        else:
+            blocks = self._row_blocks(group, request)
+            needed = blocks[spec.first_visible(base) // size : self._num_logical_blocks(group, base)]
+            is_kept = bool((needed != NULL_BLOCK_ID).all())
+        if not is_kept:
+            raise KVGroupsError(
+                f"rewind: group {group.config.name!r} has let go of tokens that a query after {base} tokens sees; "
+                f"raise max_rewind (now {max(self.config.max_rewind, request.max_rewind)}) before the tokens are fed"
+            )
+
+    def _shared_tail(self, group: _Group, request: Request, base: int) -> int | None:
+        """The block that a request at `base` tokens would write to, if another request holds it too."""
+        if group.config.is_state or group.ring_blocks or base % group.config.block_size == 0:
+            return None
+        block_id = int(self._row_blocks(group, request)[base // group.config.block_size])
+        return block_id if group.pool.references[block_id] > 1 else None
+
+    def _replace_tail(self, group: _Group, request: Request, column: int) -> None:
+        name = group.config.name
+        shared = int(self._row_blocks(group, request)[column])
+        (own,) = group.pool.allocate(1)
+        self._copy_block(group, shared, own)
+        group.pool.free([shared])
+        request.tables[name].truncate_row(request.row, column)
+        request.tables[name].append_row(request.row, [own])
+
+    def _restore_state(self, group: _Group, request: Request) -> None:
+        name = group.config.name
+        assert request.checkpoint is not None
+        group.pool.free(self._row_blocks(group, request))
+        request.tables[name].truncate_row(request.row, 0)
+        if name in request.checkpoint.slots:
+            request.tables[name].append_row(request.row, [request.checkpoint.slots[name]])
+
+    def _drop_checkpoint(self, request: Request) -> None:
+        if request.checkpoint is not None:
+            for name, slot in request.checkpoint.slots.items():
+                self._groups[name].pool.free([slot])
+            request.checkpoint = None
+
+    # Checks
+
     def _check_request(self, request: Request, count: int) -> None:
         if not request.is_live:
             raise KVGroupsError(f"the request in row {request.row} was freed before; open a new one")
@@ -453,6 +627,8 @@ class Manager:
         uses = np.zeros(pool.num_blocks, dtype=np.int64)
         for request in self._requests:
             np.add.at(uses, self._row_blocks(group, request), 1)
+            if request.checkpoint is not None and name in request.checkpoint.slots:
+                uses[request.checkpoint.slots[name]] += 1
         uses[NULL_BLOCK_ID] = 0
         wrong = np.flatnonzero(uses != pool.references)
         if len(wrong):
@@ -480,7 +656,7 @@ class Manager:
             raise KVGroupsError(f"{where} names blocks behind its {expected} blocks")
         for num_tokens in (request.num_computed_tokens, request.num_allocated_tokens):
             needed = range(
-                self._num_hidden_blocks(group, num_tokens), self._num_logical_blocks(group, num_tokens)
+                self._num_hidden_blocks(group, num_tokens, 0), self._num_logical_blocks(group, num_tokens)
             )
             for column in needed:
                 if blocks[column] == NULL_BLOCK_ID:

@@ -1022,6 +1022,7 @@ _FORMS: dict[str, dict[str, _Form]] = {
         "reference": _Form(causal_conv1d_reference.causal_conv1d),
     },
     "causal_conv1d_update": {
+        "triton": _triton("causal_conv1d", "causal_conv1d_update"),
         "torch": _Form(causal_conv1d_torch.causal_conv1d_update),
         "reference": _Form(causal_conv1d_reference.causal_conv1d_update),
     },
@@ -1034,6 +1035,7 @@ _FORMS: dict[str, dict[str, _Form]] = {
         "reference": _Form(ssd_scan_reference.ssd_scan),
     },
     "selective_state_update": {
+        "triton": _triton("state_update", "selective_state_update"),
         "torch": _Form(state_update_torch.selective_state_update),
         "reference": _Form(state_update_reference.selective_state_update),
     },

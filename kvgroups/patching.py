@@ -27,6 +27,7 @@ _SERVED_MODES = {
     GenerationMode.SAMPLE,
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
 }
 
 _REFUSED_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
@@ -138,7 +139,7 @@ class Patch:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.forward(*args, **kwargs)
 
-        attributes = {
+        attributes: dict[str, Any] = {
             "_kvgroups": self,
             "forward": forward,
             "_prepare_cache_for_generation": self.prepare_cache,
@@ -146,6 +147,8 @@ class Patch:
             "__deepcopy__": self.deepcopy_model,
             "__getstate__": self.plain_state,
         }
+        if type(self.model)._is_stateful and not self.context.splits_rows:
+            attributes["_is_stateful"] = False  # transformers refuses to verify drafts on states; ours can go back
         # accelerate and others keep instance attributes of their own: put them back as they were
         self._hidden = {name: self.model.__dict__[name] for name in attributes if name in self.model.__dict__}
         self._installed = tuple(attributes)
@@ -366,10 +369,10 @@ def _check_config(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
                 raise SpecError(
                     f"groups: layer {layer.index} ({layer.owner}) stores {needed.kind} and is in no such group; add it"
                 )
-            if _essence(group) != _essence_of(needed):
+            if _essence(found) != _essence_of(needed):
                 raise SpecError(
-                    f"group {group.name!r}: layer {layer.index} ({layer.owner}) stores {_essence_of(needed)}, "
-                    f"the config says {_essence(group)}"
+                    f"group {found.name!r}: layer {layer.index} ({layer.owner}) stores {_essence_of(needed)}, "
+                    f"the config says {_essence(found)}"
                 )
         kinds = {isinstance(needed, MambaSpec) for needed in layer_specs(layer)}
         for group in config.groups:

@@ -78,6 +78,18 @@ class CacheRows:
             self.manager.free(request)
         self.requests[:] = kept
 
+    def rewind(self, counts: Sequence[int]) -> None:
+        """Take every row back by so many tokens, all or none; rows that are one go back as one.
+
+        Raises:
+            KVGroupsError: if one of them cannot.
+        """
+        steps = {id(request): (request, count) for request, count in zip(self.requests, counts, strict=True)}
+        for request, count in steps.values():
+            self.manager.check_rewind(request, count)
+        for request, count in steps.values():
+            self.manager.rewind(request, count)
+
     def copy_from(self, other: CacheRows) -> None:
         """Become a fork of `other`, row by row; rows that are one there are one here."""
         if other.tables is None:

@@ -47,6 +47,10 @@ class Step:
     """(num_tokens,), int64: the real tokens' places in the flattened rectangle; None if all are real."""
     groups: dict[str, GroupStep]
     device: torch.device
+    snapshot_tokens: torch.Tensor | None = None
+    """(num_snapshots,), int64: packed tokens after which a state is to be kept; None for none."""
+    snapshot_slots: dict[str, torch.Tensor] = field(default_factory=dict)
+    """State group -> (num_snapshots,), int64: the slots that keep them."""
     after_forward: list[Callable[[], None]] = field(default_factory=list)
     """What must wait until the last layer has read: writes into rings."""
     _state_slots: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

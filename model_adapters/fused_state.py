@@ -123,11 +123,14 @@ class FusedMixer:
         return self.layer.view(kind)
 
     def _slots(self) -> dict[str, torch.Tensor]:
-        initial, final = self.step.state_slots(self.layer.state_group.name)
+        group = self.layer.state_group.name
+        initial, final = self.step.state_slots(group)
         return {
             "query_start_loc": self.step.tensors.query_start_loc,
             "initial_slots": initial,
             "final_slots": final,
+            "snapshot_tokens": self.step.snapshot_tokens,
+            "snapshot_slots": self.step.snapshot_slots.get(group),
         }
 
 

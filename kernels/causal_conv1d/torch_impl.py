@@ -42,11 +42,11 @@ def causal_conv1d(
         [part for past, tokens in zip(history, _split(x, starts), strict=True) for part in (past, tokens)]
     )
     # The window that begins at row `token + 1 + request * width` ends at that token.
-    begins = [start + 1 + request * width for request, start in enumerate(starts)]
+    begins = [start + 1 + request * width for request, start in enumerate(starts[:-1])]
 
     summed = _weighted_sum(rows, weight, bias)
     lengths = [stop - start for start, stop in pairwise(starts)]
-    summed = torch.cat([summed[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)])
+    summed = torch.cat([summed[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)])
 
     kept = kept_states(starts, final_slots, snapshot_tokens, snapshot_slots)
     windows = rows.unfold(0, width, 1)[[begins[each.request] + each.step for each in kept]]

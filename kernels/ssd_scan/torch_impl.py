@@ -4,8 +4,8 @@ Shapes in this file: r requests, t and s time steps of a chunk, h heads, g SSM g
 p dim of a head, n state per dim.
 
 Each request is cut into its own chunks, so that none holds tokens of two. Requests of like length go together:
-a request of one token does not pay for a chunk of 64. Past its end a request repeats its last token with a step
-size of zero, which neither decays the state nor enters it.
+a request of one token does not pay for a chunk of 64. Past its end a request repeats its last token, and what
+comes of it is left out: nothing looks ahead.
 
 Everything behind the step sizes is in fp32, as in transformers' own torch function. Start locations and slots are
 read once, with `.tolist()`: on a GPU that is a device-to-host sync.
@@ -62,7 +62,7 @@ def ssd_scan(
         state = initial_states[ragged.requests]
         for rectangle in ragged.rectangles(lambda num_rows, num_steps=num_steps: num_steps):
             tokens, is_token = rectangle.tokens, rectangle.is_token
-            chunk = _Chunk(x, dt, A.to(dtype), B, C, tokens, is_token, state[: len(tokens)])
+            chunk = _Chunk(x, dt, A.to(dtype), B, C, tokens, state[: len(tokens)])
             output[tokens[is_token]] = chunk.output()[is_token]
             num_running = rectangle.num_running
             after = chunk.states_after(
@@ -82,9 +82,9 @@ def ssd_scan(
 class _Chunk:
     """One chunk of several requests, and the states that they bring to it."""
 
-    def __init__(self, x, dt, A, B, C, tokens, is_token, state):
+    def __init__(self, x, dt, A, B, C, tokens, state):
         dtype, num_groups = dt.dtype, B.shape[1]
-        dt = dt[tokens] * is_token[..., None]
+        dt = dt[tokens]
         self.state = state.unflatten(1, (num_groups, -1))  # (r, g, k, p, n)
         self.inputs = (x[tokens].to(dtype) * dt[..., None]).unflatten(2, (num_groups, -1))  # (r, s, g, k, p)
         self.B, self.C = B[tokens].to(dtype), C[tokens].to(dtype)  # (r, s, g, n) and (r, t, g, n)

@@ -91,7 +91,7 @@ def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_
         "d_head_stride", "d_row_stride", "z_request_stride", "z_head_stride", "z_row_stride",
         "bias_head_stride", "bias_row_stride",
     ],
-    do_not_specialize_on_alignment=["slots", "x", "dt", "A", "B", "C", "D", "z", "dt_bias"],
+    do_not_specialize_on_alignment=["slots", "x", "dt", "D", "z", "dt_bias"],
 )  # fmt: skip
 def _update_kernel(
     output,  # (requests, heads, HEAD_DIM), contiguous
@@ -148,15 +148,66 @@ def _update_kernel(
     is_column = column < STATE_SIZE
     is_element = is_row[:, None] & is_column[None, :]
 
-    # One number for the head, or one for each row.
-    dt_row = 0 if IS_TIED else row
-    is_dt = True if IS_TIED else is_row
-    step = tl.load(
-        dt + request * dt_request_stride + head * dt_head_stride + dt_row * dt_row_stride, mask=is_dt, other=0.0
-    ).to(DTYPE)
+    step = _per_row(dt + request * dt_request_stride + head * dt_head_stride, dt_row_stride, row, is_row, IS_TIED)
+    step = step.to(DTYPE)
     if dt_bias is not None:
-        step += tl.load(
-            dt_bias + head * bias_head_stride + dt_row * bias_row_stride, mask=is_dt, other=0.0
-        ).to(DTYPE)
+        bias = _per_row(dt_bias + head * bias_head_stride, bias_row_stride, row, is_row, IS_TIED)
+        step += bias.to(DTYPE)
     if HAS_SOFTPLUS:
         step = _softplus(step)
+    if IS_TIED:
+        decay = tl.exp(step * tl.load(A + head * a_head_stride).to(DTYPE))
+    else:
+        a = tl.load(
+            A + head * a_head_stride + row[:, None] * a_row_stride + column[None, :], mask=is_element, other=0.0
+        )
+        decay = tl.exp(step[:, None] * a.to(DTYPE))
+
+    new = tl.load(
+        x + request * x_request_stride + head * x_head_stride + row * x_row_stride, mask=is_row, other=0.0
+    ).to(DTYPE)
+    b = tl.load(
+        B + (request * b_request_stride + group * b_group_stride) * UNIT + column, mask=is_column, other=0.0
+    ).to(DTYPE)
+    c = tl.load(
+        C + (request * c_request_stride + group * c_group_stride) * UNIT + column, mask=is_column, other=0.0
+    ).to(DTYPE)
+
+    slot = tl.load(slots + request).to(tl.int64)
+    is_stored = (row < tl.where(slot != NULL, HEAD_DIM, 0))[:, None] & is_column[None, :]
+    cell = (slot * slot_stride + head * head_stride + row * row_stride) * STATE_UNIT
+    state_at = (states + cell)[:, None] + column[None, :]
+    state = tl.load(state_at, mask=is_stored, other=0.0).to(DTYPE)
+    state = decay * state + (step * new)[:, None] * b[None, :]
+    tl.store(state_at, state.to(states.dtype.element_ty), mask=is_stored)
+
+    result = tl.sum(state * c[None, :], 1)
+    if D is not None:
+        skip = tl.load(D + head * d_head_stride + row * d_row_stride, mask=is_row, other=0.0)
+        result += skip.to(DTYPE) * new
+    if z is not None:
+        gate = tl.load(
+            z + request * z_request_stride + head * z_head_stride + row * z_row_stride, mask=is_row, other=0.0
+        ).to(DTYPE)
+        result *= gate / (1 + tl.exp(-gate))
+    output_at = output + (request * num_heads + head) * HEAD_DIM + row
+    tl.store(output_at, result.to(output.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _per_row(base, stride, row, is_row, IS_TIED: tl.constexpr):
+    """One number for the head, or one for each row."""
+    if IS_TIED:
+        return tl.load(base)
+    else:
+        return tl.load(base + row * stride, mask=is_row, other=0.0)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), also where exp(x) would overflow or vanish beside 1."""
+    small = tl.exp(-tl.abs(x))
+    # Kahan's log1p: what 1 + small rounds away cancels in the quotient.
+    rounded = 1 + small
+    log1p = tl.where(rounded == 1, small, tl.log(rounded) * (small / tl.where(rounded == 1, 1.0, rounded - 1)))
+    return tl.maximum(x, 0.0) + log1p

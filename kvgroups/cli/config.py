@@ -8,7 +8,7 @@ import typer
 
 
 def config(
-    model: Annotated[str, typer.Argument(help="A tiny family, gemma-3-270m, a folder, or a hub id.")],
+    model: Annotated[str, typer.Argument(help="A bundled model, gemma-3-270m, a folder, or a hub id.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
 ) -> None:

@@ -29,7 +29,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, None if it has none.
 
-    The name of a tiny family or a trained model wins over a hub id that reads the same; `./name` is always a folder.
+    The name of a bundled model wins over a hub id that reads the same; `./name` is always a folder.
 
     Raises:
         UsageError: there is no such model or no such device.
@@ -65,7 +65,7 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, An
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
     except Exception as error:  # transformers and the hub client raise many kinds
         raise UsageError(
-            f"model {name!r}: neither a tiny family (kvgroups parity --list) nor gemma-3-270m, and transformers "
+            f"model {name!r}: neither bundled (kvgroups parity --list) nor gemma-3-270m, and transformers "
             f"cannot load it: {_first_line(error)}"
         ) from None
     try:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 def parity(
     models: Annotated[
         list[str] | None,
-        typer.Argument(help="Tiny families, gemma-3-270m, folders or hub ids; nothing for the bundled core."),
+        typer.Argument(
+            help="Bundled models (--list), gemma-3-270m, folders, hub ids; none for the core families."
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every tiny family, and which are refused.")] = False,
-    names: Annotated[bool, typer.Option("--list", help="Print the names of the tiny families.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the names of the bundled models.")] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="A text file, one prompt a line.", show_default=False)
     ] = None,
@@ -51,10 +53,10 @@ def parity(
 
     with usage_errors():
         from kvgroups.cli.models import parse_dtype
-        from kvgroups.testing import tiny_names
+        from kvgroups.testing import tiny_names, trained_names
 
         if names:
-            typer.echo("\n".join(tiny_names(all=True)))
+            typer.echo("\n".join([*tiny_names(all=True), *trained_names()]))
             return
         if every and models:
             raise UsageError("--all runs every tiny family; leave the names out, or leave --all out")
@@ -93,9 +95,7 @@ class _Outcome:
 
     def as_json(self) -> str:
         """One object: every report, and who was refused and why."""
-        reports = [
-            {"verdict": report.verdict, **report.model_dump(mode="json")} for report in self.reports
-        ]
+        reports = [{"verdict": report.verdict, **report.model_dump(mode="json")} for report in self.reports]
         refused = [{"model": model, "verdict": "refused", "reason": reason} for model, reason in self.refused]
         passed = all(report.passed for report in self.reports)
         return json.dumps({"passed": passed, "models": reports, "refused": refused}, indent=2)
@@ -138,7 +138,7 @@ def _check_all(models: list[str], request: _Request, outcome: _Outcome, console:
 
             model, tokenizer = load_model(name, **request.load)
             if tokenizer is None and request.check["prompts"] is not None:
-                raise UsageError(f"--prompts: {name} has no tokenizer; leave it out, and token ids are made up")
+                raise UsageError(f"--prompts: {name} has no tokenizer; leave it out and ids are made up")
             try:
                 report = check_parity(model, tokenizer=tokenizer, name=name, progress=show, **request.check)
             except UnsupportedModelError as error:

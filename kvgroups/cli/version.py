@@ -11,5 +11,5 @@ def version() -> None:
 
     from kvgroups import __version__
 
-    versions = {name: installed(name) for name in ("torch", "transformers")}
-    typer.echo(", ".join([f"kvgroups {__version__}", *(f"{name} {number}" for name, number in versions.items())]))
+    others = [f"{name} {installed(name)}" for name in ("torch", "transformers")]
+    typer.echo(", ".join([f"kvgroups {__version__}", *others]))

@@ -222,7 +222,7 @@ def _answers(workload: Workload, plan: Plan, side: Side) -> tuple[list[Row] | No
         with side.running():
             rows, error = workload.run(side, plan), None
     except Exception as failure:  # a side that fails is a finding, and the other workloads still run
-        rows, error = None, f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        rows, error = None, f"{type(failure).__name__}: {' '.join(str(failure).split())}"
     return rows, error, time.perf_counter() - start
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-import kvgroups
 from kvgroups.parity.report import Conditions
 
 
@@ -23,7 +23,7 @@ def conditions(model: PreTrainedModel, seed: int) -> Conditions:
         device=device,
         dtype=str(model.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
-        kvgroups=kvgroups.__version__,
+        kvgroups=sys.modules["kvgroups"].__version__,  # the root imports us, not the other way round
         commit=_commit(),
         torch=torch.__version__,
         transformers=transformers.__version__,
@@ -33,7 +33,7 @@ def conditions(model: PreTrainedModel, seed: int) -> Conditions:
 
 
 def _commit() -> str | None:
-    root = Path(kvgroups.__file__).parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

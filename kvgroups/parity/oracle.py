@@ -47,12 +47,14 @@ class Oracle:
     def cached(self, row: Row) -> torch.Tensor:
         """The same through eager's own cache: the prompt in the row's pieces, then token by token."""
         tokens = torch.tensor([[*row.prompt, *row.answer[:-1]]], device=self.model.device)
-        logits, start, cache = [], 0, {}
+        logits: list[torch.Tensor] = []
+        cache: dict[str, Any] = {}
+        start = 0
         for piece in (*row.pieces, *(1 for _ in row.answer[1:])):
-            inputs: dict[str, Any] = {"input_ids": tokens[:, start : start + piece], "use_cache": True, **cache}
+            inputs = {"input_ids": tokens[:, start : start + piece], **cache}
             if "position_ids" in self.parameters:
                 inputs["position_ids"] = torch.arange(start, start + piece, device=tokens.device)[None]
-            output = self.model(**inputs, return_dict=True)
+            output = self.model(**inputs, use_cache=True, return_dict=True)
             cache, start = {"cache": output.cache}, start + piece
             logits.append(output.logits[0, -1].float())
         return torch.stack(logits[len(row.pieces) - 1 :])

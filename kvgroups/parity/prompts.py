@@ -14,27 +14,28 @@ from kvgroups.errors import UnsupportedCallError
 ENGLISH = (
     "The library opened at nine, and by ten past the reading room was full.",
     "Water freezes at zero degrees, but",
-    "A river does not carry the same water twice. What it keeps is its bed, its banks and its name, and these it "
-    "keeps only because they change more slowly than the water does. Anyone who has mapped one knows",
+    "A river does not carry the same water twice. What it keeps is its bed, its banks and its name, and "
+    "these it keeps only because they change more slowly than the water does. Anyone who has mapped one knows",
     "To make bread you need flour, water, salt and time. First,",
 )
 """Prompts for models with a tokenizer: four lengths, the shortest of a few tokens."""
 
 _TEXT = """
-The lighthouse had been dark for eleven years when the letter came. It was addressed to the keeper, and since
-there was no keeper the postman left it on the step, under a stone, where Anna found it on her way to the boats.
-She read it standing up. Then she read it again, sitting on the wall with her back to the wind, because the second
-page said something that the first one had not prepared her for. Her brother was asking for the lamp to be lit on
-the last night of October, at seven in the evening, for one hour, and he gave no reason. Nobody had heard from him
-since spring. The harbour master, when she showed it to him, turned the sheet over as if the reason might be on
-the back. "There is no oil," he said, "and the stair is gone above the second landing." But he did not say no, and
-by the afternoon three people had offered her a rope. The baker brought candles. The school lent its ladder and,
-with it, the caretaker, who had been born in the room below the lamp and who said that the lens would still turn
-if somebody cleaned the salt out of the bearings. They worked for nine days. On the tenth it rained so hard that
-the gutters of the tower ran over, and Anna slept on the second landing with a bucket under the worst of the leaks.
-What she remembered later was the sound: two notes, a high one from the bucket and a low one from the sea, which
-never quite agreed. On the last night of October the whole village stood on the quay. At seven the lamp was lit.
-For a while nothing happened at all. Then, far out, where the chart shows only depth, a second light answered it.
+The lighthouse had been dark for eleven years when the letter came. It was addressed to the keeper, and
+since there was no keeper the postman left it on the step, under a stone, where Anna found it on her way to
+the boats. She read it standing up. Then she read it again, sitting on the wall with her back to the wind,
+because the second page said something that the first one had not prepared her for. Her brother was asking
+for the lamp to be lit on the last night of October, at seven in the evening, for one hour, and he gave no
+reason. Nobody had heard from him since spring. The harbour master, when she showed it to him, turned the
+sheet over as if the reason might be on the back. "There is no oil," he said, "and the stair is gone above
+the second landing." But he did not say no, and by the afternoon three people had offered her a rope. The
+baker brought candles. The school lent its ladder and, with it, the caretaker, who had been born in the room
+below the lamp and who said that the lens would still turn if somebody cleaned the salt out of the bearings.
+They worked for nine days. On the tenth it rained so hard that the gutters of the tower ran over, and Anna
+slept on the second landing with a bucket under the worst of the leaks. What she remembered later was the
+sound: two notes, a high one from the bucket and a low one from the sea, which never quite agreed. On the
+last night of October the whole village stood on the quay. At seven the lamp was lit. For a while nothing
+happened at all. Then, far out, where the chart shows only depth, a second light answered it.
 """
 """Text that rows longer than a window are cut from."""
 
@@ -77,7 +78,9 @@ def make_prompts(model: PreTrainedModel, prompts: Any, tokenizer: Any, seed: int
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     if prompts is None and tokenizer is None:
         generator = torch.Generator().manual_seed(seed)
-        pool = torch.randint(min(3, vocab_size - 1), vocab_size, (_RANDOM_POOL,), generator=generator).tolist()
+        pool = torch.randint(
+            min(3, vocab_size - 1), vocab_size, (_RANDOM_POOL,), generator=generator
+        ).tolist()
         rows, start = [], 0
         for length in _RANDOM_LENGTHS:
             rows.append(tuple(pool[start : start + length]))
@@ -86,13 +89,17 @@ def make_prompts(model: PreTrainedModel, prompts: Any, tokenizer: Any, seed: int
     given = _rows(ENGLISH if prompts is None else prompts, tokenizer)
     for index, row in enumerate(given):
         if not row:
-            raise UnsupportedCallError(f"prompts: prompt {index} has no tokens; every prompt needs at least one")
+            raise UnsupportedCallError(
+                f"prompts: prompt {index} has no tokens; every prompt needs at least one"
+            )
         if not 0 <= min(row) <= max(row) < vocab_size:
             raise UnsupportedCallError(
                 f"prompts: prompt {index} has ids from {min(row)} to {max(row)} and the vocabulary has {vocab_size}"
             )
     if not given:
-        raise UnsupportedCallError("prompts: there are none; give at least one, or None for prompts of our own")
+        raise UnsupportedCallError(
+            "prompts: there are none; give at least one, or None for prompts of our own"
+        )
     pool = _rows([_TEXT.replace("\n", " ").strip()], tokenizer)[0] if prompts is None else sum(given, ())
     return Prompts(given, pool, filler=given[0][-1])
 

@@ -26,10 +26,8 @@ def render_report(report: ParityReport) -> RenderableType:
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(report.model, style="bold")
     conditions = report.conditions
-    title.append(
-        f"  {report.architecture}, {_count(report.parameters)} parameters, {conditions.dtype} on {conditions.device}",
-        style="dim",
-    )
+    size = f"{_count(report.parameters)} parameters"
+    title.append(f"  {report.architecture}, {size}, {conditions.dtype} on {conditions.device}", style="dim")
     return Group(
         title,
         Padding(_groups(report.groups), (0, 0, 0, 2)),
@@ -40,7 +38,9 @@ def render_report(report: ParityReport) -> RenderableType:
     )
 
 
-def render_summary(reports: Sequence[ParityReport], refused: Sequence[tuple[str, str]] = ()) -> RenderableType:
+def render_summary(
+    reports: Sequence[ParityReport], refused: Sequence[tuple[str, str]] = ()
+) -> RenderableType:
     """All models, a line each, with the conditions below.
 
     Args:
@@ -48,9 +48,11 @@ def render_summary(reports: Sequence[ParityReport], refused: Sequence[tuple[str,
         refused: model and reason of those that kvgroups does not serve.
     """
     table = _table()
-    for heading in ("model", "groups", "tokens", "off by", "KV peak", "eager", "tok/s", "eager", "verdict"):
-        is_text = heading in ("model", "groups", "verdict")
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
+    table.add_column("model", overflow="fold")
+    table.add_column("groups", overflow="fold")
+    for heading in ("tokens", "off by", "KV peak", "eager", "tok/s", "eager"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for report in reports:
         table.add_row(
             Text(report.model, style="bold"),
@@ -131,12 +133,13 @@ def _notes(report: ParityReport) -> list[RenderableType]:
 
 
 def _verdict(report: ParityReport) -> Text:
-    worst = max((w.max_logit_difference for w in report.workloads if w.max_logit_difference is not None), default=None)
-    allowed = max(w.tolerance for w in report.workloads)
+    differences = [w.max_logit_difference for w in report.workloads if w.max_logit_difference is not None]
+    worst, allowed = max(differences, default=None), report.workloads[0].tolerance
     agree, tokens = (sum(getattr(w, key) for w in report.workloads) for key in ("tokens_agree", "tokens"))
     line = Text("  ")
     line.append_text(_word(report.verdict))
-    line.append(f": {agree} of {tokens} tokens agree, logits off by {_number(worst)} at most, allowed {_number(allowed)}")
+    line.append(f": {agree} of {tokens} tokens agree, logits off by {_number(worst)} at most")
+    line.append(f", allowed {_number(allowed)}")
     if ties := sum(w.near_ties for w in report.workloads):
         line.append(f", {ties} near ties")
     if (speed := report.speed) is not None:

@@ -113,7 +113,7 @@ class Side:
         rows = []
         for index, answer in enumerate(answers):
             prompt = tuple(asked[index][mask[index].bool()].tolist())
-            pieces = (len(prompt),)
+            pieces: tuple[int, ...] = (len(prompt),)
             if previous is not None:  # the last token of an answer is fed with what comes after it
                 before = previous.rows[index]
                 fed = len(before.prompt) + len(before.answer) - 1

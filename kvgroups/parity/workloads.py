@@ -60,6 +60,8 @@ def make_plan(config: KVGroupsConfig, prompts: Prompts, num_new: int, seed: int,
     """Lengths and chunk sizes that straddle this config's windows and blocks."""
     edge, edge_name = _edge(config)
     block_size = min((group.block_size for group in config.groups if not group.is_state), default=4)
+    lengths: tuple[int, ...]
+    chunks: tuple[int, ...]
     if edge <= _SMALL_WINDOW:
         lengths = (edge - 1, edge, edge + 1, 2 * edge + 3)
         chunks = (3, block_size, edge, edge + 1)
@@ -128,8 +130,8 @@ def _right_padded(side: Side, plan: Plan) -> list[Row]:
 
 
 def _long(side: Side, plan: Plan) -> list[Row]:
-    lengths = plan.long_lengths
-    return [row for length in lengths for row in side.generate([plan.prompts.long(length)], plan.num_few).rows]
+    prompts = [plan.prompts.long(length) for length in plan.long_lengths]
+    return [row for prompt in prompts for row in side.generate([prompt], plan.num_few).rows]
 
 
 def _chunks(side: Side, plan: Plan) -> list[Row]:

@@ -62,7 +62,10 @@ def compile_only(target: str) -> list[Compilation]:
         kernel_cache, *_ = fn.jit_function.device_caches[compile["device"]]
         compiled = kernel_cache[compile["key"]]
         registers, spilled_bytes = _resources(compiled.asm)
-        compilations.append(Compilation(fn.name, compiled.metadata.shared, registers, spilled_bytes))
+        operation = fn.module.split(".")[-2]  # kvgroups.kernels.<operation>.triton_impl
+        compilations.append(
+            Compilation(f"{operation}.{fn.name}", compiled.metadata.shared, registers, spilled_bytes)
+        )
 
     triton.knobs.runtime.jit_post_compile_hook = note
     triton.runtime.driver.set_active(_DryDriver(*TARGETS[target]))

@@ -1,6 +1,5 @@
 """What is not served is refused in one sentence that names the thing and the setting, before a block is taken."""
 
-import copy
 import threading
 
 import pytest
@@ -152,7 +151,6 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"prompt_lookup_num_tokens": 4}, ["assisted_generation"]),
             ({"cache_implementation": "static"}, ["cache_implementation='static'"]),
             ({"cache_implementation": "offloaded"}, ["cache_implementation='offloaded'"]),
             ({"cache_implementation": "quantized"}, ["cache_implementation='quantized'"]),
@@ -162,21 +160,11 @@ class TestGenerate:
         ],
     )
     def test_options(self, gemma, options, words):
-        ids = IDS[:1] if "prompt_lookup_num_tokens" in options else IDS
-        mask = torch.ones_like(ids)
         assert_refuses(
             gemma,
-            lambda: gemma.generate(ids, attention_mask=mask, **{"max_new_tokens": 4, **options}),
+            lambda: gemma.generate(IDS, attention_mask=torch.ones_like(IDS), **{"max_new_tokens": 4, **options}),
             UnsupportedCallError,
             *words,
-        )
-
-    def test_assistant_model(self, gemma):
-        assert_refuses(
-            gemma,
-            lambda: gemma.generate(IDS[:1], assistant_model=tiny("gemma3_text"), max_new_tokens=4),
-            UnsupportedCallError,
-            "assisted_generation",
         )
 
     def test_a_right_padded_batch(self, gemma):
@@ -364,16 +352,3 @@ class TestForward:
         model.train()
         with pytest.raises(UnsupportedCallError, match="model.eval"):
             self.forward(model)
-
-    @pytest.mark.parametrize(
-        "call",
-        [
-            lambda cache: cache.crop(-1),
-            lambda cache: cache.activate_past_recording(),
-        ],
-    )
-    def test_cache_operations_that_are_not_served(self, gemma, call):
-        cache = kvgroups.GroupedCache(gemma)
-        self.forward(gemma, cache)
-        assert_refuses(gemma, lambda: call(cache), UnsupportedCallError, "GroupedCache")
-        assert copy.deepcopy(cache).num_tokens == cache.num_tokens == [13, 13]

@@ -1,7 +1,8 @@
 """Memory as the kernels meet it: views inside a larger tensor, NaN in everything that nobody owns."""
 
+import inspect
 import os
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
 import pytest
 import torch
@@ -49,6 +50,29 @@ needs_interpreter = pytest.mark.skipif(
 def backend(request):
     """Every form of an operation keeps the same promise."""
     return request.param
+
+
+@pytest.fixture(params=[pytest.param("triton", marks=needs_interpreter)])
+def triton_backend(request):
+    """For what is promised by every form, but shown here for the Triton one alone."""
+    return request.param
+
+
+@pytest.fixture
+def mutant(tmp_path):
+    """`mutant(module, old, new)` -> the module as it would be with one piece of its source replaced."""
+
+    def plant(module, old, new):
+        source = inspect.getsource(module)
+        assert source.count(old) == 1, f"expected {old!r} once in {module.__name__}"
+        file = tmp_path / "mutant.py"  # a file, since Triton reads the source of a kernel
+        file.write_text(source.replace(old, new))
+        spec = spec_from_file_location("mutant", file)
+        mutated = module_from_spec(spec)
+        spec.loader.exec_module(mutated)
+        return mutated
+
+    return plant
 
 
 @pytest.fixture(autouse=True)

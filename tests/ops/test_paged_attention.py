@@ -85,6 +85,7 @@ CASES = [
     Case("fewer queries than keys", ((5, 2, 6), (0, 1, 9), (8, 1, 4))),
     Case("queries on keys already stored", ((9, 3, 0), (6, 1, 0), (4, 2, 1)), window=6),
     Case("more queries than keys exist", ((0, 2, 0), (1, 4, 1), (0, 5, 3)), has_sinks=True),
+    Case("queries before every key", ((0, 2, 0), (1, 4, 1), (0, 5, 3))),
     Case("empty rows between full ones", ((0, 0), (5, 3), (12, 0), (4, 1), (0, 0))),
     Case("padded tokens behind the last row", ((5, 3), (4, 1)), num_padded_tokens=3),
     Case("window of one token", MIXED, window=1),
@@ -274,6 +275,29 @@ def test_torch_form_is_as_good_as_the_reference(case, layout, dtype, prepared, a
         assert_same_bits(tensor, copy)  # attention reads only
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_triton_form_is_as_good_as_the_reference(case, dtype, prepared, assert_same_bits, triton_backend):
+    layout = LAYOUTS[(CASES.index(case) + DTYPES.index(dtype)) % 2]  # the layouts differ in strides only
+    batch, reference_output, truth = prepared(case, layout, dtype)
+    before = [tensor.clone() for tensor in batch.operands]
+    assert_close(attend(batch, triton_backend), reference_output, truth)
+    for tensor, copy in zip(batch.operands, before, strict=True):
+        assert_same_bits(tensor, copy)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_triton_tiles_change_nothing(case, prepared, triton_backend, monkeypatch):
+    """With the smallest tiles a case takes several programs and several turns of each loop."""
+    from kvgroups.kernels.paged_attention import triton_impl
+
+    for tiles in (triton_impl.DECODE, triton_impl.PREFILL):
+        for kind in tiles:
+            monkeypatch.setitem(tiles, kind, triton_impl.Tile(rows=16, keys=16, warps=4, stages=1))
+    batch, reference_output, truth = prepared(case)
+    assert_close(attend(batch, triton_backend), reference_output, truth)
+
+
 @pytest.mark.parametrize(
     "limits",
     [{"MAX_TILE": 3}, {"MAX_PACKED_QUERIES": 1}, {"MAX_PACKED_QUERIES": 1, "MAX_MASK_ELEMENTS": 1}],
@@ -398,6 +422,44 @@ def test_a_wrong_form_fails(wrong, name, prepared, monkeypatch):
         assert_close(attend(batch, "torch"), reference_output, truth)
 
 
+@pytest.mark.parametrize(
+    "old, new, name",
+    [
+        ("(stored >= start) & ", "", "window not a multiple of the block"),
+        ("is_stored & (block != NULL)", "is_stored", "one block lost"),
+        ("(stored < history_stop)", "(stored <= history_stop)", "decode of ragged rows"),
+        (">= first_seen[:, None]", "> first_seen[:, None]", "window as wide as a block"),
+        ("<= position[:, None]", "< position[:, None]", "prefill of ragged rows"),
+        ("logical_block % ring_blocks", "logical_block", "ring of exactly the window"),
+        ("position = token + to_position", "position = token - query_start", "chunk on a history"),
+        ("head = kv_head * G + row % G", "head = kv_head + row % G", "decode of ragged rows"),
+        ("total = tl.full([ROWS], 1.0", "total = tl.full([ROWS], 0.0", "sinks"),
+        ('tl.where(new_peak == float("-inf"), 0.0, new_peak)', "new_peak", "queries before every key"),
+        ("tl.where(total > 0, total, 1.0)", "total", "queries before every key"),
+        ("weighted * fade[:, None]", "weighted", "long prefill, more queries than are packed"),
+        ("QUERIES + middle <= tile", "QUERIES <= tile", "prefill of rows of one length"),
+        ("queries_per_tile + num_reqs + 1", "queries_per_tile + num_reqs", "padded tokens behind the last row"),
+        ("INTERPRETED and query.dtype == torch.bfloat16", "False", "long prefill, more queries than are packed"),
+    ],
+)  # fmt: skip
+def test_a_wrong_kernel_fails(old, new, name, prepared, mutant, monkeypatch, triton_backend):
+    from kvgroups.kernels.paged_attention import triton_impl
+
+    wrong = mutant(triton_impl, old, new)
+    smallest = {kind: wrong.Tile(rows=16, keys=16, warps=4, stages=1) for kind in wrong.DECODE}
+    monkeypatch.setattr(wrong, "DECODE", smallest)
+    monkeypatch.setattr(wrong, "PREFILL", smallest)
+    monkeypatch.setitem(ops._FORMS["paged_attention"], "triton", ops._Form(wrong.paged_attention))
+    dtype = torch.bfloat16 if "bfloat16" in old else torch.float32
+    if name == "one block lost":
+        batch, truth = _with_a_null_block(prepared, queries=3)
+        reference_output = attend(batch, "reference")
+    else:
+        batch, reference_output, truth = prepared(NAMED[name], dtype=dtype)
+    with pytest.raises(AssertionError):
+        assert_close(attend(batch, triton_backend), reference_output, truth)
+
+
 # Rules that are read off directly.
 
 
@@ -469,15 +531,20 @@ def test_query_without_a_visible_key_yields_zero(queries, keys, has_sinks, softc
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_null_block_in_sight_is_no_key(queries, has_sinks, prepared, backend):
     """A null block among visible ones (never left so by a pool) is passed over, whatever its bytes."""
+    batch, truth = _with_a_null_block(prepared, queries, has_sinks)
+    assert_close(attend(batch, backend), attend(batch, "reference"), truth)
+
+
+def _with_a_null_block(prepared, queries, has_sinks=False):
+    """A batch whose requests have lost their second block, and the oracle without the keys in it."""
     case = Case("one block lost", ((14, queries), (9, queries)), has_sinks=has_sinks)
     batch, *_ = prepared(case)
     batch.operands[5][:, 1] = 0
     lost = [
         tuple(part[[p for p in range(len(part)) if p // 4 != 1]] for part in pair) for pair in batch.sequences
     ]
-    shorter = replace(batch, sequences=tuple(lost))
     # No window or chunk in this case: without the lost keys the queries still see all that came before.
-    assert_close(attend(batch, backend), attend(batch, "reference"), oracle(case, shorter))
+    return batch, oracle(case, replace(batch, sequences=tuple(lost)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -165,9 +165,9 @@ def test_a_short_request_does_not_pay_for_a_long_chunk(monkeypatch):
     """One request of 64 tokens among 30 of one: chunks of one step for these."""
     shapes, chunk = [], torch_impl._Chunk.__init__
 
-    def spy(self, x, dt, A, B, C, tokens, is_token, state):
+    def spy(self, x, dt, A, B, C, tokens, state):
         shapes.append(tuple(tokens.shape))
-        chunk(self, x, dt, A, B, C, tokens, is_token, state)
+        chunk(self, x, dt, A, B, C, tokens, state)
 
     monkeypatch.setattr(torch_impl._Chunk, "__init__", spy)
     lengths = torch.tensor([0, *[1] * 15, 64, *[1] * 15])

@@ -188,8 +188,11 @@ def test_no_gradient_flows_into_the_states(form, threshold, monkeypatch, nan_are
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float64])
-def test_states_of_another_dtype(state_dtype, backend, nan_arena):
+@pytest.mark.parametrize("threshold", [1, 1 << 20])
+@torch.no_grad()
+def test_states_of_another_dtype(threshold, state_dtype, backend, monkeypatch, nan_arena):
     """They are worked on in fp32 at least, and rounded when they are written."""
+    monkeypatch.setattr(torch_impl, "MIN_IN_PLACE", threshold)
     args, given = mamba2()
     _, states, initial = filled(nan_arena, args, state_dtype)
     exact, exact_states = in_fp64(initial, *args, **given)

@@ -98,9 +98,9 @@ def assert_found_under(folder: Path, files: str, packages: list[str]) -> None:
 def test_wheel_carries_kvgroups_and_nothing_else(wheel: Path, packages: list[str], root: Path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"kvgroups", "kvgroups-0.1.0.dist-info"}
-    assert {name for name in names if name.startswith("kvgroups/") and not name.endswith(".py")} == {
-        "kvgroups/py.typed"
-    }
+    assets = {file.relative_to(root).as_posix() for file in (root / "kvgroups" / "assets").rglob("*.*")}
+    data = {name for name in names if name.startswith("kvgroups/") and not name.endswith(".py")}
+    assert data == {"kvgroups/py.typed", *(name for name in assets if not name.endswith((".py", ".pyc")))}
     tops = ("kvgroups", "specs", "kernels", "model_adapters")
     sources = [file for top in tops for file in (root / top).rglob("*.py")]
     assert len([name for name in names if name.endswith(".py")]) == len(sources)

@@ -213,6 +213,9 @@ def test_a_check_that_raises_leaves_the_model_unpatched():
 def test_prompts_are_ids_or_texts_or_a_tensor():
     model = tiny("llama")
 
+    def letters(text):
+        return {"input_ids": [ord(letter) - 90 for letter in text]}
+
     def rows(prompts, **arguments):
         report = check_parity(model, prompts, workloads=["ragged"], **QUICK, **arguments)
         assert report.passed
@@ -220,7 +223,7 @@ def test_prompts_are_ids_or_texts_or_a_tensor():
 
     assert rows([[5, 6, 7], [8]]) == 2
     assert rows(torch.tensor([[5, 6, 7], [8, 9, 10]])) == 2
-    assert rows(["ab", "abc", "a"], tokenizer=lambda text: {"input_ids": [ord(letter) - 90 for letter in text]}) == 3
+    assert rows(["ab", "abc", "a"], tokenizer=letters) == 3
     assert rows([[5 + row, 6] for row in range(9)]) == 9  # more than one batch
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvgroups import KVGroupsConfig
 from kvgroups.cli import app
 from kvgroups.manager import Manager
-from kvgroups.testing import tiny, tiny_names
+from kvgroups.testing import tiny, tiny_names, trained_names
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--max-new-tokens", "6", "--workload", "single"]
@@ -78,11 +78,12 @@ def test_a_folder_with_a_saved_model_and_a_config_of_ones_own(tmp_path):
 
 def test_config_prints_json_that_loads():
     result = kvgroups("config", "bamba", "--json")
-    assert {group.name for group in KVGroupsConfig.model_validate_json(result.stdout).groups} == {"full", "state"}
+    groups = KVGroupsConfig.model_validate_json(result.stdout).groups
+    assert {group.name for group in groups} == {"full", "state"}
 
 
 def test_names_and_version():
-    assert kvgroups("parity", "--list").stdout.split() == tiny_names(all=True)
+    assert kvgroups("parity", "--list").stdout.split() == [*tiny_names(all=True), *trained_names()]
     assert kvgroups("version").stdout.startswith("kvgroups ")
 
 

@@ -74,7 +74,8 @@ def test_eager_that_is_off_the_oracle_is_remarked_and_does_not_fail_us():
     finding = judge(row(), row(REFERENCE.flip(0), answer=(0, 2)))
     assert finding.failures == []
     assert finding.eager_difference == 2.0
-    assert "off its own uncached forward by 2.0e+00 in row 0 and chooses another token 0" in finding.remarks[0]
+    assert "off its own uncached forward by 2.0e+00" in finding.remarks[0]
+    assert "chooses another token 0" in finding.remarks[0]
 
 
 def test_eager_is_compared_up_to_where_tokens_part():

@@ -1,0 +1,53 @@
+"""Every Triton kernel compiles for real GPUs, though there is none: the interpreter accepts more than they do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """`compiled(target, *flags)` -> what the dry driver's process printed. Triton keeps its kernels here."""
+
+    def run(*arguments):
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {
+            "TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton")),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        script = Path(__file__).with_name("compile_kernels.py")
+        done = subprocess.run(
+            [sys.executable, script, *arguments], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def assert_fits(report, target):
+    for kernel in report["kernels"]:
+        assert kernel["shared_bytes"] <= SHARED_BYTES[target], kernel
+
+
+def test_every_kernel_compiles_for_sm_90_and_no_batch_compiles_again(compiled):
+    report = compiled("sm_90")
+    assert_fits(report, "sm_90")
+    assert not [kernel for kernel in report["kernels"] if kernel["spilled_bytes"]]
+    assert report["recompiled_for_another_batch"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_every_kernel_in_every_dtype(target, compiled):
+    report = compiled(target, "--all")
+    assert_fits(report, target)
+    assert report["recompiled_for_another_batch"] == []
