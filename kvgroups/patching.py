@@ -362,17 +362,15 @@ def _check_config(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:
     for layer in facts:
         for needed in layer_specs(layer):
             is_state = isinstance(needed, MambaSpec)
-            group = next(
-                (g for g in config.groups if layer.index in g.layers and g.is_state == is_state), None
-            )
-            if group is None:
+            groups = [g for g in config.groups if layer.index in g.layers and g.is_state == is_state]
+            if not groups:
                 raise SpecError(
                     f"groups: layer {layer.index} ({layer.owner}) stores {needed.kind} and is in no such group; add it"
                 )
-            if _essence(found) != _essence_of(needed):
+            if _essence(groups[0]) != _essence_of(needed):
                 raise SpecError(
-                    f"group {found.name!r}: layer {layer.index} ({layer.owner}) stores {_essence_of(needed)}, "
-                    f"the config says {_essence(found)}"
+                    f"group {groups[0].name!r}: layer {layer.index} ({layer.owner}) stores {_essence_of(needed)}, "
+                    f"the config says {_essence(groups[0])}"
                 )
         kinds = {isinstance(needed, MambaSpec) for needed in layer_specs(layer)}
         for group in config.groups:

@@ -19,7 +19,9 @@ import pytest
 LAYERS = (
     "__main__ cli benchmarks examples",
     "engine parity testing",
-    "patching cache batch_plan model_adapters",
+    "patching",
+    "cache cached_forward",
+    "batch_plan history rows model_adapters",
     "manager usage",
     "block_pool prefix_cache storage arena block_table page_index geometry",
     "ops",
