@@ -18,7 +18,7 @@ from kvgroups.manager import Manager
 from kvgroups.model_adapters import ATTENTION_NAME, find_mixers, register_attention, running_fused
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 from kvgroups.specs.infer import config_from_facts, layer_specs
-from kvgroups.specs.probe import LayerFacts, attention_setting, probe
+from kvgroups.specs.probe import LayerFacts, attention_setting, module_configs, probe
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -130,6 +130,7 @@ class Patch:
             parameters=inspect.signature(model.forward).parameters,
             mixers=find_mixers(model, facts) if fused else (),
         )
+        self._configs = module_configs(model)
         self._hidden: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -197,7 +198,7 @@ class Patch:
                 "a second forward at the same time on one model; run one after the other"
             )
         try:
-            with attention_setting(self.model, ATTENTION_NAME), running_fused(self.context.mixers):
+            with attention_setting(self._configs, ATTENTION_NAME), running_fused(self.context.mixers):
                 output: ModelOutput = cache.forward(self.original_forward, inputs)
         finally:
             self.context.lock.release()

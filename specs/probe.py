@@ -8,7 +8,7 @@ they can be continued.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,22 +110,29 @@ def probe(model: PreTrainedModel) -> list[LayerFacts]:
     return facts
 
 
-@contextmanager
-def attention_setting(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Switch every config that the model's modules read to attention `name`, and back, whatever happens."""
+def module_configs(model: PreTrainedModel) -> list[Any]:
+    """Every config object that a module of the model reads its settings from, once."""
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    saved = [
-        (c, c._attn_implementation_internal)
-        for c in configs.values()
-        if hasattr(c, "_attn_implementation_internal")
-    ]
+    return list(configs.values())
+
+
+@contextmanager
+def attention_setting(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Switch the configs of a model to attention `name`, and back, whatever happens."""
+    with _setting(configs, "_attn_implementation_internal", name):
+        yield
+
+
+@contextmanager
+def _setting(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
+    saved = [(config, getattr(config, attribute)) for config in configs if hasattr(config, attribute)]
     try:
         for config, _ in saved:
-            config._attn_implementation_internal = name
+            setattr(config, attribute, value)
         yield
     finally:
-        for config, value in saved:
-            config._attn_implementation_internal = value
+        for config, before in saved:
+            setattr(config, attribute, before)
 
 
 def _watch(watcher: _Watcher, *, meta: bool) -> None:
@@ -145,8 +152,10 @@ def _watch(watcher: _Watcher, *, meta: bool) -> None:
         return torch.func.functional_call(model, weights, args=(), kwargs=kwargs).logits
 
     with ExitStack() as stack:
-        stack.enter_context(attention_setting(model, PROBE_ATTENTION))
-        stack.enter_context(_batched_experts(model))
+        configs = module_configs(model)
+        stack.enter_context(attention_setting(configs, PROBE_ATTENTION))
+        # Experts as batched matrix products: the other forms ask tensors for values, which meta tensors lack.
+        stack.enter_context(_setting(configs, "_experts_implementation_internal", "batched_mm"))
         stack.enter_context(watcher.watching())
         with torch.no_grad():
             step(0)
@@ -154,24 +163,6 @@ def _watch(watcher: _Watcher, *, meta: bool) -> None:
         with torch.enable_grad():
             logits = step(_TOKENS)
         watcher.note_unread_states(logits)
-
-
-@contextmanager
-def _batched_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Experts as batched matrix products: the other forms ask tensors for values, which meta tensors lack."""
-    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    saved = [
-        (c, c._experts_implementation_internal)
-        for c in configs.values()
-        if getattr(c, "_experts_implementation_internal", None) is not None
-    ]
-    try:
-        for config, _ in saved:
-            config._experts_implementation_internal = "batched_mm"
-        yield
-    finally:
-        for config, value in saved:
-            config._experts_implementation_internal = value
 
 
 class _ProbeCache(DynamicCache):

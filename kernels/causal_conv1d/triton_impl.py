@@ -77,9 +77,7 @@ def _update_kernel(
 
     newest = tl.load(x + request * x_request_stride + channel * x_channel_stride, mask=is_channel, other=0.0)
     newest = newest.to(DTYPE)
-    summed = newest * tl.load(
-        taps + (WIDTH - 1) * weight_column_stride, mask=is_channel, other=0.0
-    ).to(DTYPE)
+    summed = newest * tl.load(taps + (WIDTH - 1) * weight_column_stride, mask=is_channel, other=0.0).to(DTYPE)
     # Each input moves one column towards the oldest, which falls out.
     for column in tl.static_range(1, WIDTH):
         moved = tl.load(state + column * column_stride, mask=is_stored, other=0.0)

@@ -92,6 +92,8 @@ def _gather_kernel(
     is_dim = (dim < DIM)[None, :]
     source = block * block_stride + (position % BLOCK_SIZE).to(tl.int64) * token_stride + head * head_stride
     # What is not held may be NaN: it is never loaded, not multiplied with a mask.
-    entries = tl.load(cache + source[:, None] * UNIT + dim[None, :], mask=is_held[:, None] & is_dim, other=0.0)
+    entries = tl.load(
+        cache + source[:, None] * UNIT + dim[None, :], mask=is_held[:, None] & is_dim, other=0.0
+    )
     target = (request * max_seq_len + position) * num_kv_heads + head
     tl.store(tokens + target[:, None] * DIM + dim[None, :], entries, mask=is_position[:, None] & is_dim)

@@ -353,7 +353,9 @@ def _attention_kernel(
         weighted, total, peak = _attend(
             q,
             _load(step_keys, key_token * key_token_stride * UNIT, is_fresh, DIM, PADDED_DIM, UPCAST),
-            _load(step_values, key_token * value_token_stride * UNIT_V, is_fresh, DIM_V, PADDED_DIM_V, UPCAST),
+            _load(
+                step_values, key_token * value_token_stride * UNIT_V, is_fresh, DIM_V, PADDED_DIM_V, UPCAST
+            ),
             _is_seen(fresh, is_fresh, position, first_seen),
             weighted,
             total,

@@ -148,7 +148,9 @@ def _update_kernel(
     is_column = column < STATE_SIZE
     is_element = is_row[:, None] & is_column[None, :]
 
-    step = _per_row(dt + request * dt_request_stride + head * dt_head_stride, dt_row_stride, row, is_row, IS_TIED)
+    step = _per_row(
+        dt + request * dt_request_stride + head * dt_head_stride, dt_row_stride, row, is_row, IS_TIED
+    )
     step = step.to(DTYPE)
     if dt_bias is not None:
         bias = _per_row(dt_bias + head * bias_head_stride, bias_row_stride, row, is_row, IS_TIED)
@@ -159,7 +161,9 @@ def _update_kernel(
         decay = tl.exp(step * tl.load(A + head * a_head_stride).to(DTYPE))
     else:
         a = tl.load(
-            A + head * a_head_stride + row[:, None] * a_row_stride + column[None, :], mask=is_element, other=0.0
+            A + head * a_head_stride + row[:, None] * a_row_stride + column[None, :],
+            mask=is_element,
+            other=0.0,
         )
         decay = tl.exp(step[:, None] * a.to(DTYPE))
 
@@ -209,5 +213,7 @@ def _softplus(x):
     small = tl.exp(-tl.abs(x))
     # Kahan's log1p: what 1 + small rounds away cancels in the quotient.
     rounded = 1 + small
-    log1p = tl.where(rounded == 1, small, tl.log(rounded) * (small / tl.where(rounded == 1, 1.0, rounded - 1)))
+    log1p = tl.where(
+        rounded == 1, small, tl.log(rounded) * (small / tl.where(rounded == 1, 1.0, rounded - 1))
+    )
     return tl.maximum(x, 0.0) + log1p

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,19 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, An
     except Exception as error:  # transformers and the hub client raise many kinds
         raise UsageError(
             f"model {name!r}: neither bundled (kvgroups parity --list) nor gemma-3-270m, and transformers "
-            f"cannot load it: {_first_line(error)}"
+            f"cannot load it: {_first_line(error)}{_suggestion(name)}"
         ) from None
     try:
         return model, AutoTokenizer.from_pretrained(place)
     except Exception:  # a model without a tokenizer is asked random token ids
         return model, None
+
+
+def _suggestion(name: str) -> str:
+    from kvgroups.testing import tiny_names, trained_names
+
+    close = get_close_matches(name, [*tiny_names(all=True), *trained_names()], n=3)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _first_line(error: BaseException) -> str:

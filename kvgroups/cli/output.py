@@ -6,6 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from logging import ERROR, getLogger
 
 from rich.console import Console
 
@@ -26,6 +27,9 @@ def quiet_stdout() -> Iterator[None]:
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub = getLogger("huggingface_hub")  # counts its retries aloud
+    hub_level = hub.level
+    hub.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -34,5 +38,6 @@ def quiet_stdout() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
         if had_bars:
             logging.enable_progress_bar()

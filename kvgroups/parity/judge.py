@@ -20,6 +20,9 @@ cached decode by as much; on Gemma 3 270M both are off by 1. In float32 the tole
 largest logit. The smallest fault that the tests plant, 1e-2 in one state, is off by hundreds of gaps.
 """
 
+LOW_PRECISION_TOLERANCE = 4.0
+"""The same below float32, where a gap is already some per cent of the largest logit."""
+
 _LEAST_GAP = 2.0
 """Least gap that is believed, in units of the dtype's epsilon at the largest logit: forwards can agree to the
 last bit by luck."""
@@ -69,8 +72,8 @@ class Judge:
         # Logits reach us in float32, whatever the model computes in.
         epsilon = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         self.gap = max([_LEAST_GAP * epsilon * scale, *map(oracle.gap, probes)])
-        self.tolerance = TOLERANCE * self.gap
         self.is_exact = dtype in _EXACT_DTYPES
+        self.tolerance = self.gap * (TOLERANCE if self.is_exact else LOW_PRECISION_TOLERANCE)
         self._continues_exactly: bool | None = None
 
     def judge(self, ours: Sequence[Row], eager: Sequence[Row] | None, *, is_sampled: bool) -> Finding:

@@ -76,7 +76,11 @@ class _DryDriver:
     """What Triton asks of a driver between a call and its launch."""
 
     def __init__(self, target: GPUTarget, max_shared_bytes: int) -> None:
-        properties = {"max_shared_mem": max_shared_bytes, "multiprocessor_count": 1, "warpSize": target.warp_size}
+        properties = {
+            "max_shared_mem": max_shared_bytes,
+            "multiprocessor_count": 1,
+            "warpSize": target.warp_size,
+        }
         self.get_current_target = lambda: target
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0

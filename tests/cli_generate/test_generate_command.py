@@ -40,7 +40,7 @@ def test_prints_the_text_and_a_line_about_it(greedy: str):
     assert result.stdout == greedy + "\n"
     assert re.fullmatch(
         r"20 tokens in [\d.]+ s, [\d.]+ tokens/s; KV cache at its peak [\d.]+ KiB: "
-        r"full [\d.]+ KiB, window [\d.]+ KiB\n",
+        r"window [\d.]+ KiB, full [\d.]+ KiB\n",
         result.stderr,
     )
 
@@ -73,18 +73,17 @@ def test_a_top_k_of_one_is_greedy(greedy: str):
 
 def test_text_comes_before_the_end():
     """And a prompt that is not ASCII comes back whole."""
-    command = [sys.executable, "-m", "kvgroups", "generate", "tiny-gemma3", "--prompt", "Naïve 日本: ", "--max-new-tokens"]
+    prompt = "Naïve 日本: The function returns"
+    command = [sys.executable, "-m", "kvgroups", "generate", "tiny-gemma3", "--prompt", prompt]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.Popen(
-        [*command, "300", "--temperature", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
-    start = process.stdout.read(30)
+    start = process.stdout.read(len(prompt.encode()) + 3)
     was_running = process.poll() is None
     rest, errors = process.communicate(timeout=120)
 
-    assert start.decode(errors="ignore").startswith("Naïve 日本: ")
-    assert was_running and len(rest) > 0
+    assert start.decode().startswith(prompt)
+    assert was_running and len(rest) > 3
     assert process.returncode == 0
     assert errors.decode().count("\n") == 1, errors.decode()
 

@@ -123,7 +123,11 @@ def update_mamba2(tokens, requests, groups):
 
 def attend(tokens, requests, groups, dtype=BF16, dim=128, dim_v=None, heads=8, has_history=True, **options):
     dim_v = dim if dim_v is None else dim_v
-    pages = (torch.empty(8, 2, 16, dim, dtype=dtype), torch.empty(8, 2, 16, dim_v, dtype=dtype), int32(requests, 32))
+    pages = (
+        torch.empty(8, 2, 16, dim, dtype=dtype),
+        torch.empty(8, 2, 16, dim_v, dtype=dtype),
+        int32(requests, 32),
+    )
     paged_attention.paged_attention(
         heads_first(tokens, heads, dim, dtype),
         heads_first(tokens, 2, dim, dtype),
