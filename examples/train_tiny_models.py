@@ -92,7 +92,9 @@ def docstrings() -> Iterator[str]:
     """The docstrings of the standard library, its tests left out, in the order of the files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"} & set(path.relative_to(root).parts):
+        if {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"} & set(
+            path.relative_to(root).parts
+        ):
             continue
         try:
             tree = ast.parse(path.read_bytes())
@@ -190,7 +192,7 @@ def train(name: str, steps: int, out: Path, checkpoints: Path) -> None:
     documents, heldout = read_corpus()
     tokens = torch.tensor([token for text in documents for token in (BOS, *text.encode(), EOS)])
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
     optimizers = make_optimizers(model)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "losses": [], "curve": []}
     checkpoint = checkpoints / f"{name}.pt"
@@ -216,19 +218,28 @@ def train(name: str, steps: int, out: Path, checkpoints: Path) -> None:
             recent = state["losses"][-EVERY:]
             state.update(step=step + 1, seconds=time.monotonic() - started)
             state["curve"].append([step + 1, round(sum(recent) / len(recent), 3)])
-            print(f"{name}: step {step + 1}/{steps}, loss {state['curve'][-1][1]}, {state['seconds']:.0f} s", flush=True)
+            print(
+                f"{name}: step {step + 1}/{steps}, loss {state['curve'][-1][1]}, {state['seconds']:.0f} s",
+                flush=True,
+            )
             learnt = {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
             torch.save({**state, **learnt}, checkpoint)
     save(model, out / name, heldout, tokens, steps, state)
 
 
 def save(
-    model: torch.nn.Module, folder: Path, heldout: str, tokens: torch.Tensor, steps: int, state: dict[str, Any]
+    model: torch.nn.Module,
+    folder: Path,
+    heldout: str,
+    tokens: torch.Tensor,
+    steps: int,
+    state: dict[str, Any],
 ) -> None:
     """Write weights as fp16, to be loaded as fp32, with tokenizer, held-out text and the record of the run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "heldout.txt").write_text(heldout)
     model.half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone
     config = AutoConfig.from_pretrained(folder)
     config.dtype = "float32"
     config.save_pretrained(folder)
@@ -254,10 +265,16 @@ def save(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(CONFIGS), help=f"of {', '.join(CONFIGS)}; all if none")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=list(CONFIGS), help=f"of {', '.join(CONFIGS)}; all if none"
+    )
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=Path("kvgroups/assets"), help="folder of the models' folders")
+    parser.add_argument(
+        "--out", type=Path, default=Path("kvgroups/assets"), help="folder of the models' folders"
+    )
     parser.add_argument("--checkpoints", type=Path, default=Path("build/checkpoints"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)

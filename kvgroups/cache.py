@@ -108,7 +108,7 @@ class GroupedCache(Cache):
         self.rows = CacheRows(context.manager)
         self.history = TokenHistory()
         self.is_broken = False
-        self.max_rewind = context.config.max_rewind
+        self.max_rewind = 0 if context.splits_rows else context.config.max_rewind
         """Tokens of the last forward that `crop` can take back."""
         self.checkpoint_column = 0
         """Columns fed before the checkpoint that states can be taken back to."""

@@ -350,6 +350,7 @@ class Manager:
         chunk_size: int | None = None,
         padding: Sequence[int] = (),
         num_shared: int = 0,
+        max_rewind: int = 0,
     ) -> None:
         """Refuse what can never fit, with the arithmetic that `allocate` uses, before anything is taken.
 
@@ -361,6 +362,8 @@ class Manager:
             padding: how many tokens each prompt is shorter than the longest, padded on the left; empty if none
                 is. A shorter prompt can need more of a window: it may end elsewhere in its block.
             num_shared: requests whose prompt is that of another one, so that they share its full blocks.
+            max_rewind: drafted tokens that each step feeds beside its own and can take back; states are then
+                checkpointed.
 
         Raises:
             OutOfBlocksError: naming the group, the need and what there is.
@@ -370,7 +373,7 @@ class Manager:
         pads = Counter(padding or [0] * num_requests)
         need = {
             name: sum(
-                count * self._peak_blocks(group, prompt_len, max_len, chunk_size, pad)
+                count * self._peak_blocks(group, prompt_len, max_len, chunk_size, pad, max_rewind)
                 for pad, count in pads.items()
             )
             - num_shared * self._num_shared_blocks(group, prompt_len - max(pads))
@@ -458,23 +461,27 @@ class Manager:
         first = int(np.argmax(blocks != NULL_BLOCK_ID)) if len(blocks) else 0
         return _Growth(range(min(first, plan.release.stop), plan.release.stop), plan.append)
 
-    def _num_held(self, group: _Group, computed: int, count: int) -> int:
+    def _num_held(self, group: _Group, computed: int, count: int, drafted: int) -> int:
         """Blocks that one request owns while it computes `count` tokens after `computed`."""
-        rewind = self.config.max_rewind
+        if group.config.is_state:
+            return 1 + (drafted > 0)  # the running state and its checkpoint
+        rewind = max(self.config.max_rewind, drafted)
         had, hidden = self._num_logical_blocks(group, computed), self._num_hidden_blocks(group, computed, rewind)
         return max(0, had - hidden) + self._blocks_for(group, computed, count, rewind).num_new()
 
     def _peak_blocks(
-        self, group: _Group, prompt_len: int, max_len: int, chunk_size: int | None, pad: int
+        self, group: _Group, prompt_len: int, max_len: int, chunk_size: int | None, pad: int, drafted: int
     ) -> int:
         chunk = chunk_size or max(1, prompt_len)
         ends = [max(0, column - pad) for column in (*range(0, prompt_len, chunk), prompt_len)]
-        peak = max((self._num_held(group, start, stop - start) for start, stop in pairwise(ends)), default=0)
+        peak = max(
+            (self._num_held(group, start, stop - start, drafted) for start, stop in pairwise(ends)), default=0
+        )
         # Decoding repeats itself where a block edge meets the edge of an attention chunk: look at the last period.
         # Chunks of 5 on blocks of 3 need 2, 3, 2 blocks, 2, 3, 2, ...
         period = math.lcm(group.config.block_size, getattr(group.config.spec, "chunk_size", 1))
         decodes = range(max(prompt_len, max_len - period) - pad, max_len - pad)
-        return max([peak, *(self._num_held(group, computed, 1) for computed in decodes)])
+        return max([peak, *(self._num_held(group, computed, 1 + drafted, drafted) for computed in decodes)])
 
     def _num_shared_blocks(self, group: _Group, prompt_len: int) -> int:
         """Blocks that requests with one prompt hold together to their end: those that no window passes by."""

@@ -316,7 +316,8 @@ def paged_attention(
             CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
-    The torch form reads start locations and counts on the host: on a GPU that is a device-to-host sync.
+    The torch form reads start locations and counts on the host: on a GPU that is a device-to-host sync. The
+    Triton form does not.
 
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
         PagedAttention",

@@ -88,6 +88,8 @@ def _update_kernel(
 
     if bias is not None:
         summed += tl.load(bias + channel, mask=is_channel, other=0.0).to(DTYPE)
+    # A convolution in 16 bits returns 16 bits, which are then activated.
+    summed = summed.to(weight.dtype.element_ty).to(DTYPE)
     if HAS_ACTIVATION:
         summed = summed / (1 + tl.exp(-summed))
     tl.store(output + request * num_channels + channel, summed.to(output.dtype.element_ty), mask=is_channel)

@@ -17,7 +17,7 @@ NULL: tl.constexpr = tl.constexpr(NULL_BLOCK_ID)
 ELEMENTS_PER_PROGRAM = 2048
 
 
-def refusals(states, slots, values=None):
+def refusals(states, slots, *values):
     """The reasons against these forms for a call."""
     if states[:1].is_contiguous():
         return []

@@ -55,13 +55,19 @@ def generate(
             from kvgroups.cli.stream import MeteredStreamer
 
             lm, tokenizer = _load(model, dtype=weights, device=device)
-            inputs = tokenizer(prompt, return_tensors="pt").to(device)
-            if inputs["input_ids"].shape[1] == 0:
+            ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+            if ids.shape[1] == 0:
                 raise UsageError(f"--prompt {prompt!r}: {model} reads no token in it; write at least a word")
             patch(lm)
             streamer = MeteredStreamer(tokenizer, lm.__dict__["_kvgroups"].context.manager, out)
             torch.manual_seed(seed)
-            lm.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **choice)
+            lm.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),  # the prompt may hold the padding token
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+                **choice,
+            )
     typer.echo(streamer.summary(), err=True)
 
 
@@ -92,5 +98,7 @@ def _load(name: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokeniz
         )
     model, tokenizer = load_model(name, **options)
     if tokenizer is None:
-        raise UsageError(f"model {name!r}: there is no tokenizer beside it that transformers can load; add one")
+        raise UsageError(
+            f"model {name!r}: there is no tokenizer beside it that transformers can load; add one"
+        )
     return model, tokenizer

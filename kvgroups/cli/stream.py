@@ -34,7 +34,9 @@ class MeteredStreamer(TextStreamer):
         """Take the prompt, (1, prompt tokens), then one token at a time, (1,)."""
         self.num_tokens += 1
         if self.num_tokens == 0:
-            self.token_cache = value[0].tolist()  # shown with the first token: a call that is refused shows nothing
+            self.token_cache = value[
+                0
+            ].tolist()  # shown with the first token: a call that is refused shows nothing
             return
         self.ended = time.monotonic()
         self.peak = max(self.peak, self.manager.usage(), key=lambda usage: usage.held_bytes)

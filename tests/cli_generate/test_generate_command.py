@@ -102,7 +102,10 @@ def test_the_peak_is_the_managers(name: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["llama"], "model 'llama': a tiny family has random weights and no tokenizer, so it writes no text; use tiny-"),
+        (
+            ["llama"],
+            "model 'llama': a tiny family has random weights and no tokenizer, so it writes no text; use tiny-",
+        ),
         (["./no-such-folder"], "model './no-such-folder': there is no such folder"),
         (["{folder}"], "there is no tokenizer beside it"),
         (["tiny-jamba", "--dtype", "float8"], "--dtype 'float8': expected one of float32"),

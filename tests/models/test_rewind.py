@@ -186,3 +186,19 @@ class TestAssisted:
             if patches_assistant:
                 kvgroups.patch(assistant)
             assert torch.equal(self.greedy(model, assistant_model=assistant), want)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba", "qwen3_next"])
+def test_a_config_that_allows_rewinding(family):
+    """`max_rewind` in the config holds for every cache that can go back, and costs the others nothing."""
+    model = tiny(family)
+    prompt = torch.tensor([row(12)])
+    want = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    kvgroups.patch(model, kvgroups.infer_config(model, max_rewind=3))
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), want)
+    cache = kvgroups.GroupedCache(model)
+    assert cache.is_croppable == can_rewind(model)
+    feed(model, cache, row(12))
+    if cache.is_croppable:
+        cache.crop(-3)
+        assert_close(feed(model, cache, [50])[0], oracle_logits(model, [*row(12)[:9], 50])[-1:])

@@ -53,7 +53,7 @@ def test_an_unknown_backend_is_named_with_those_that_exist():
     with pytest.raises(BackendUnavailableError) as refusal:
         ops.gather_states(STATES, SLOTS, backend="cuda")
     assert str(refusal.value) == (
-        "gather_states: expected a backend among auto, torch, reference, got 'cuda'. "
+        "gather_states: expected a backend among auto, triton, torch, reference, got 'cuda'. "
         "backend='torch' serves it."
     )
 
@@ -77,5 +77,5 @@ def test_use_backend_is_undone_by_an_exception(forms):
 
 
 def test_use_backend_refuses_an_unknown_name_before_the_block_runs():
-    with pytest.raises(BackendUnavailableError, match="expected one of auto, torch, reference, got 'cuda'"):
+    with pytest.raises(BackendUnavailableError, match="expected one of auto, triton, torch, reference, got 'cuda'"):
         ops.use_backend("cuda").__enter__()

@@ -48,6 +48,16 @@ def test_reference_torch_form_and_ops_have_one_signature(folder):
         assert public[name] == [*arguments, ("keyword", "backend", "'auto'")]
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_triton_forms_have_the_same_signature(folder):
+    """Not every operation has one, and it may come with the reasons against a call: `refusals`."""
+    triton = signatures(folder / "triton_impl.py") if (folder / "triton_impl.py").exists() else {}
+    triton.pop("refusals", None)
+    reference = signatures(folder / "reference.py")
+    assert triton == {name: reference[name] for name in triton}
+    assert set(triton) == {name for name in reference if "triton" in ops._FORMS[name]}
+
+
 def test_every_operation_is_dispatched_and_public():
     operations = {name for folder in FOLDERS for name in signatures(folder / "reference.py")}
     assert operations == set(ops._FORMS)

@@ -441,6 +441,7 @@ def test_a_wrong_form_fails(wrong, name, prepared, monkeypatch):
         ("INTERPRETED and query.dtype == torch.bfloat16", "False", "long prefill, more queries than are packed"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_wrong_kernel_fails(old, new, name, prepared, mutant, monkeypatch, triton_backend):
     from kvgroups.kernels.paged_attention import triton_impl
 

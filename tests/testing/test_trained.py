@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import re
 from importlib.resources import files
+from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
 
 import pytest
 import torch
@@ -113,7 +116,9 @@ def test_other_dtypes():
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(UnsupportedModelError, match="'tiny-gpt'. Use one of: tiny-gemma3, tiny-bamba, tiny-jamba"):
+    with pytest.raises(
+        UnsupportedModelError, match="'tiny-gpt'. Use one of: tiny-gemma3, tiny-bamba, tiny-jamba"
+    ):
         trained("tiny-gpt")
 
 
@@ -124,7 +129,9 @@ def test_tokens_are_the_bytes_of_the_text(tokenizer: PreTrainedTokenizerBase, te
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize("text", ["", "  two  spaces ", "a\r\n\tb\0", "naïve e\u0301 ﬁ", "日本語 🧑‍🚀", "<bos>a<eos><pad>"])
+@pytest.mark.parametrize(
+    "text", ["", "  two  spaces ", "a\r\n\tb\0", "naïve e\u0301 ﬁ", "日本語 🧑‍🚀", "<bos>a<eos><pad>"]
+)
 def test_any_text_comes_back(tokenizer: PreTrainedTokenizerBase, text: str):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
@@ -138,3 +145,46 @@ def test_all_of_it_is_small():
     assets = files("kvgroups.assets")
     sizes = [file.stat().st_size for file in assets.rglob("*") if file.is_file()]
     assert sum(sizes) < 12e6
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    """The script that trained them."""
+    path = Path(__file__).parents[2] / "examples" / "train_tiny_models.py"
+    spec = importlib.util.spec_from_file_location("train_tiny_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_training_goes_on_after_an_interruption_as_if_there_had_been_none(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(script, "EVERY", 2)
+    monkeypatch.setattr(script, "read_corpus", lambda: ([heldout_text()[:4000]], heldout_text()[4000:5000]))
+
+    def weights(folder: Path) -> bytes:
+        script.train("tiny-bamba", 4, folder, folder)
+        return (folder / "tiny-bamba" / "model.safetensors").read_bytes()
+
+    (tmp_path / "at once").mkdir()
+    (tmp_path / "in parts").mkdir()
+    learning_rate = script.learning_rate
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(script, "learning_rate", lambda step, steps: learning_rate(step, steps) / (step != 3))
+        weights(tmp_path / "in parts")
+    assert (tmp_path / "in parts" / "tiny-bamba.pt").exists()
+
+    assert weights(tmp_path / "in parts") == weights(tmp_path / "at once")
+
+
+@pytest.mark.slow
+def test_the_text_to_train_on_is_prose_without_what_is_held_out(script: ModuleType):
+    documents, heldout = script.read_corpus()
+
+    lines = [line for document in documents for line in document.splitlines()]
+    assert sum(map(len, lines)) > 400_000
+    assert not set(lines) & set(heldout.splitlines())
+    assert all(script.PROSE.fullmatch(line) for line in lines)

@@ -229,7 +229,6 @@ def test_a_wrong_kernel_shows(call, folder, old, new, mutant, monkeypatch):
     "call, folder, old",
     [
         (causal_conv1d_update, "causal_conv1d", "slot = tl.load(slots + request).to(tl.int64)"),
-        (selective_state_update, "state_update", "slot = tl.load(slots + request).to(tl.int64)"),
         (paged_attention, "paged_attention", "mask=is_stored, other=NULL).to(tl.int64)"),
         (paged_attention, "paged_attention", "(key_start + fresh - num_computed).to(tl.int64)"),
     ],
