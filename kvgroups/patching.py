@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
+from kvgroups import ops
 from kvgroups.cache import CACHE_ARGUMENTS, CacheContext, GroupedCache, find_cache
 from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelError
 from kvgroups.manager import Manager
@@ -34,7 +36,9 @@ _REFUSED_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "ima
 """Inputs that make a model build masks of its own, which our attention would not see."""
 
 
-def patch(model: Model, config: KVGroupsConfig | None = None, *, fused: bool = True) -> Model:
+def patch(
+    model: Model, config: KVGroupsConfig | None = None, *, fused: bool = True, backend: str = "auto"
+) -> Model:
     """Make `model.generate` run on block tables, one for each KV-cache group.
 
     Only forwards whose cache is a `GroupedCache` are changed: `generate` makes one by itself. Everything else,
@@ -46,6 +50,8 @@ def patch(model: Model, config: KVGroupsConfig | None = None, *, fused: bool = T
         config: groups and limits; None for `infer_config(model)`.
         fused: whether state layers that can run on their slots in place do. Without, they keep all of their own
             code and see gathered copies of their states; rows with padding then go through one after the other.
+        backend: what computes the kernels: `torch`, `triton` or `reference`; with `auto` the device decides, or
+            `ops.use_backend` around the call.
 
     Returns:
         The same model.
@@ -62,9 +68,12 @@ def patch(model: Model, config: KVGroupsConfig | None = None, *, fused: bool = T
         >>> unpatch(model) is model
         True
     """
+    with ops.use_backend(backend):  # refuses a name that no kernel knows
+        pass
     present = model.__dict__.get("_kvgroups")
     if present is not None:
-        if fused == present.is_fused and config in (None, present.context.config):
+        same = (fused, backend) == (present.is_fused, present.backend)
+        if same and config in (None, present.context.config):
             return model
         unpatch(model)
     if not isinstance(model, PreTrainedModel):
@@ -83,7 +92,7 @@ def patch(model: Model, config: KVGroupsConfig | None = None, *, fused: bool = T
         _check_config(config, facts)
     _check_modes(config, facts)
     register_attention()
-    Patch(model, config, facts, fused=fused).install()
+    Patch(model, config, facts, fused=fused, backend=backend).install()
     return model
 
 
@@ -115,13 +124,21 @@ class Patch:
         config: checked against `facts`.
         facts: what the probe saw.
         fused: whether state layers that can run fused do.
+        backend: what computes the kernels.
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: KVGroupsConfig, facts: Sequence[LayerFacts], *, fused: bool
+        self,
+        model: PreTrainedModel,
+        config: KVGroupsConfig,
+        facts: Sequence[LayerFacts],
+        *,
+        fused: bool,
+        backend: str,
     ) -> None:
         self.model = model
         self.is_fused = fused
+        self.backend = backend
         self.original_forward = model.forward
         self.context = CacheContext(
             config=config,
@@ -176,7 +193,7 @@ class Patch:
             twin = copy.deepcopy(model, memo)
         finally:
             self.install()
-        return patch(twin, config, fused=self.is_fused)
+        return patch(twin, config, fused=self.is_fused, backend=self.backend)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: its own, unless the cache among the arguments is ours."""
@@ -198,7 +215,11 @@ class Patch:
                 "a second forward at the same time on one model; run one after the other"
             )
         try:
-            with attention_setting(self._configs, ATTENTION_NAME), running_fused(self.context.mixers):
+            with (
+                nullcontext() if self.backend == "auto" else ops.use_backend(self.backend),
+                attention_setting(self._configs, ATTENTION_NAME),
+                running_fused(self.context.mixers),
+            ):
                 output: ModelOutput = cache.forward(self.original_forward, inputs)
         finally:
             self.context.lock.release()

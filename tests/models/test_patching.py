@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvgroups
-from kvgroups.errors import UnsupportedCallError
+from kvgroups.errors import BackendUnavailableError, UnsupportedCallError
 from kvgroups.testing import tiny
 
 IDS = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -251,3 +251,19 @@ def test_families_with_states_run_fused(family):
     with_states = {layer.index for layer in context.facts if layer.states}
     assert context.fused_layers == (with_states if family in WITH_STATES else frozenset())
     assert not vars(kvgroups.patch(tiny(family), fused=False))["_kvgroups"].context.mixers
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+def test_a_model_on_the_reference_kernels(family):
+    """The naive forms are product code: the same tokens come out of them."""
+    model = tiny(family)
+    want = model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
+    kvgroups.patch(model, backend="reference")
+    assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), want)
+
+
+def test_a_backend_that_nobody_knows():
+    model = tiny("llama")
+    with pytest.raises(BackendUnavailableError, match="got 'cuda'"):
+        kvgroups.patch(model, backend="cuda")
+    assert not kvgroups.is_patched(model)
