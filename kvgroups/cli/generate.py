@@ -37,8 +37,10 @@ def generate(
 ) -> None:
     """Write on from a prompt, on grouped paged caches, and show the text as it comes.
 
-    Greedy, unless one of --temperature, --top-k and --top-p is given. Prompt and text go to stdout, and one line about
-    tokens, speed and memory to stderr. Exit code 2 if something given cannot be used.
+    Greedy, unless one of --temperature, --top-k and --top-p is given.
+
+    Prompt and text go to stdout, one line about tokens, speed and memory to
+    stderr. Exit code 2 if something given cannot be used.
     """
     out = sys.stdout
     with usage_errors():

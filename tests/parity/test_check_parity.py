@@ -47,13 +47,15 @@ def test_the_report_says_where_eager_is_off_its_own_uncached_forward():
 def test_a_model_whose_decode_differs_by_design_is_held_against_eagers_cached_decode():
     """Zamba2 floors its time step in prefill only; a floor of 0.05 makes it show."""
     model = tiny("zamba2", time_step_min=0.05)
-    report = check_parity(model, workloads=["single", "ragged", "second-turn"], **QUICK)
+    report = check_parity(model, workloads=["single", "second-turn", "right-padded"], **QUICK)
 
     assert report.passed, report.render()
     single = report.workload("single")
     assert single.reference == "cached"
     assert single.cached_gap > single.tolerance > single.max_logit_difference
     assert "follows the cached one" in report.render()
+    assert single.remarks == ()
+    assert "chooses another token" in report.workload("right-padded").remarks[0]
 
 
 def test_bfloat16_passes_with_a_tolerance_of_its_own():
