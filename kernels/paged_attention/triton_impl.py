@@ -188,7 +188,7 @@ def paged_attention(
         PADDED_DIM=_padded(dim),
         PADDED_DIM_V=_padded(dim_v),
         UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
-        num_warps=tile.warps,
+        num_warps=max(tile.warps, rows // 16),  # many rows where a KV head has many query heads
         num_stages=tile.stages,
     )
     return output

@@ -176,7 +176,7 @@ SLOW_CALLS = [
 OTHER_BATCHES = [
     {"tokens": 1, "requests": 1, "groups": 1},
     {"tokens": 16, "requests": 16, "groups": 2},
-    {"tokens": 17, "requests": 32, "groups": 7},
+    {"tokens": 17, "requests": 32, "groups": 8},
     {"tokens": 48, "requests": 1, "groups": 1},
     {"tokens": 113, "requests": 5, "groups": 3},
     {"tokens": 4096, "requests": 255, "groups": 16},

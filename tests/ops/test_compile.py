@@ -51,3 +51,26 @@ def test_every_kernel_in_every_dtype(target, compiled):
     report = compiled(target, "--all")
     assert_fits(report, target)
     assert report["recompiled_for_another_batch"] == []
+
+
+def test_the_dry_driver_wants_a_process_without_the_interpreter():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("nothing is interpreted here")
+    from kvgroups.testing.dry_driver import compile_only
+
+    with pytest.raises(RuntimeError, match="expected TRITON_INTERPRET unset when triton is imported"):
+        compile_only("sm_90")
+
+
+@pytest.mark.slow
+def test_a_tile_too_large_for_the_target_is_refused():
+    """The largest tile for sm_90 does not fit gfx942: the dry driver says what a launch there would say."""
+    program = (
+        "import compile_kernels as c; c.compile_only('gfx942'); tiles = c.paged_attention.PREFILL;"
+        "tiles[2, 256] = c.paged_attention.Tile(rows=128, keys=128, warps=8, stages=2);"
+        "c.attend(dim=256, **c.MANY)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert "OutOfResources: out of resource: shared memory" in done.stderr
