@@ -1104,9 +1104,7 @@ def _run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
 def _auto_candidates(forms: dict[str, _Form], args: tuple[Any, ...]) -> list[str]:
     """The forms that `auto` may take for tensors on this device."""
     device = _first_tensor(args).device.type
-    return [
-        name for name, form in forms.items() if name != "reference" and form.auto_on in (None, device)
-    ]
+    return [name for name, form in forms.items() if name != "reference" and form.auto_on in (None, device)]
 
 
 def _advice(forms: dict[str, _Form], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

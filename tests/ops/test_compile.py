@@ -14,15 +14,20 @@ SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
-    """`compiled(target, *flags)` -> what the dry driver's process printed. Triton keeps its kernels here."""
+def environment(request):
+    """Of a process that compiles: without the interpreter, with what Triton keeps in pytest's cache."""
+    others = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return others | {
+        "TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton")),
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent))),
+    }
+
+
+@pytest.fixture(scope="module")
+def compiled(environment):
+    """`compiled(target, *flags)` -> what `compile_kernels.py` printed."""
 
     def run(*arguments):
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {
-            "TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton")),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
         script = Path(__file__).with_name("compile_kernels.py")
         done = subprocess.run(
             [sys.executable, script, *arguments], capture_output=True, text=True, env=environment
@@ -62,15 +67,11 @@ def test_the_dry_driver_wants_a_process_without_the_interpreter():
         compile_only("sm_90")
 
 
-@pytest.mark.slow
-def test_a_tile_too_large_for_the_target_is_refused():
-    """The largest tile for sm_90 does not fit gfx942: the dry driver says what a launch there would say."""
+def test_a_kernel_too_large_for_its_target_is_refused(environment):
+    """A decode at head dim 64 takes about 20 KB of shared memory; here sm_90 has 16."""
     program = (
-        "import compile_kernels as c; c.compile_only('gfx942'); tiles = c.paged_attention.PREFILL;"
-        "tiles[2, 256] = c.paged_attention.Tile(rows=128, keys=128, warps=8, stages=2);"
-        "c.attend(dim=256, **c.MANY)"
+        "import compile_kernels as c; from kvgroups.testing.dry_driver import TARGETS;"
+        "TARGETS['small'] = (TARGETS['sm_90'][0], 16_384); c.compile_only('small'); c.attend(dim=64, **c.FEW)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert "OutOfResources: out of resource: shared memory" in done.stderr

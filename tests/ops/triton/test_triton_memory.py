@@ -235,7 +235,9 @@ def test_a_wrong_kernel_shows(call, folder, old, new, mutant, monkeypatch):
 )
 def test_an_offset_in_int32_is_noticed(call, folder, old, far_apart, mutant, monkeypatch):
     """The interpreter looks for overflow only because tests/conftest.py asks it to."""
-    wrong = mutant(import_module(f"kvgroups.kernels.{folder}.triton_impl"), old, old.removesuffix(".to(tl.int64)"))
+    wrong = mutant(
+        import_module(f"kvgroups.kernels.{folder}.triton_impl"), old, old.removesuffix(".to(tl.int64)")
+    )
     monkeypatch.setitem(ops._FORMS[call.__name__], "triton", ops._Form(getattr(wrong, call.__name__)))
     with pytest.raises(Exception, match="overflow"):
         call(far_apart, "triton")
