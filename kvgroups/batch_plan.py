@@ -50,6 +50,8 @@ def plan_passes(is_real: np.ndarray, has_past: np.ndarray, *, splits_rows: bool,
         True
     """
     everything = Pass(np.arange(len(is_real)), None)
+    if not is_real.any():
+        return []
     if not splits_rows:
         return [everything]
     # Rows with and without a past part ways even when they feed one token each: a model treats a first token

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from kvgroups import ops
 from kvgroups.errors import ShapeError
+from kvgroups.ops import dispatch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ONE_REQUEST = {"initial_slots": torch.tensor([0]), "final_slots": torch.tensor([1])}
@@ -21,7 +22,7 @@ def scan_backend(request):
 
 @pytest.fixture
 def update_backend(backend):
-    if backend not in ops._FORMS["causal_conv1d_update"]:
+    if backend not in dispatch.FORMS["causal_conv1d_update"]:
         pytest.skip("has no such form")
     return backend
 

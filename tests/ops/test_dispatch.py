@@ -5,6 +5,7 @@ import torch
 
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError
+from kvgroups.ops import dispatch
 
 STATES, SLOTS = torch.ones(2, 1), torch.tensor([1])
 
@@ -15,10 +16,10 @@ def forms(monkeypatch):
 
     def plant(**refusals):
         planted = {
-            name: ops._Form(lambda *args, name=name: name, lambda *args, reasons=reasons: reasons)
+            name: dispatch.Form(lambda *args, name=name: name, lambda *args, reasons=reasons: reasons)
             for name, reasons in refusals.items()
         }
-        monkeypatch.setitem(ops._FORMS, "gather_states", planted)
+        monkeypatch.setitem(dispatch.FORMS, "gather_states", planted)
 
     return plant
 

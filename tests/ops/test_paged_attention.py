@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity
 from kvgroups import ops
 from kvgroups.errors import ShapeError
 from kvgroups.kernels.paged_attention import reference, torch_impl
+from kvgroups.ops import dispatch
 
 NAN = float("nan")
 
@@ -417,7 +418,7 @@ def _left_aligned_queries(query, key, value, *pages, **options):
 )
 def test_a_wrong_form_fails(wrong, name, prepared, monkeypatch):
     batch, reference_output, truth = prepared(NAMED[name])
-    monkeypatch.setitem(ops._FORMS["paged_attention"], "torch", ops._Form(wrong))
+    monkeypatch.setitem(dispatch.FORMS["paged_attention"], "torch", dispatch.Form(wrong))
     with pytest.raises(AssertionError):
         assert_close(attend(batch, "torch"), reference_output, truth)
 
@@ -449,7 +450,7 @@ def test_a_wrong_kernel_fails(old, new, name, prepared, mutant, monkeypatch, tri
     smallest = {kind: wrong.Tile(rows=16, keys=16, warps=4, stages=1) for kind in wrong.DECODE}
     monkeypatch.setattr(wrong, "DECODE", smallest)
     monkeypatch.setattr(wrong, "PREFILL", smallest)
-    monkeypatch.setitem(ops._FORMS["paged_attention"], "triton", ops._Form(wrong.paged_attention))
+    monkeypatch.setitem(dispatch.FORMS["paged_attention"], "triton", dispatch.Form(wrong.paged_attention))
     dtype = torch.bfloat16 if "bfloat16" in old else torch.float32
     if name == "one block lost":
         batch, truth = _with_a_null_block(prepared, queries=3)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kvgroups import ops
 from kvgroups.errors import ShapeError
 from kvgroups.kernels.state_update import torch_impl
+from kvgroups.ops import dispatch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS, HEAD_DIM, STATE_SIZE = 4, 3, 5
@@ -18,7 +19,7 @@ SLOTS = torch.tensor([5, 2, 9, 0], dtype=torch.int32)
 
 @pytest.fixture
 def backend(backend):
-    if backend not in ops._FORMS["selective_state_update"]:
+    if backend not in dispatch.FORMS["selective_state_update"]:
         pytest.skip("has no such form")
     return backend
 

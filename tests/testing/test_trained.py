@@ -26,8 +26,8 @@ Trained = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 WINDOW = 64
 """Tokens that the windowed layers of tiny-gemma3 see."""
-ENOUGH = 2.0
-"""Nats a byte on the held-out text. Letter frequencies alone reach 3.1, pairs of letters 2.5."""
+ENOUGH = 1.25
+"""Nats a byte. Letter frequencies alone reach 3.1, pairs of letters 2.5."""
 WORDS = {word for text in topics.values() for word in re.findall("[a-z]+", text.lower())}
 """Words of the Python documentation."""
 PROMPTS = (
@@ -65,12 +65,12 @@ def share_of_words(text: str) -> float:
 
 
 def test_predicts_text_that_it_never_saw(pair: Trained):
-    assert nats_per_byte(pair[0], heldout_text()) < ENOUGH
+    assert nats_per_byte(pair[0], heldout_text()[:4096]) < ENOUGH
 
 
 def test_an_untrained_model_does_not_pass(pair: Trained):
     untrained = AutoModelForCausalLM.from_config(pair[0].config)
-    assert nats_per_byte(untrained, heldout_text()[:2048]) > 2 * ENOUGH
+    assert nats_per_byte(untrained, heldout_text()[:1024]) > 4 * ENOUGH
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -78,9 +78,9 @@ def test_writes_words(pair: Trained, prompt: str):
     text = pair[1].decode(answer(pair, prompt, 100))
     letters = random.Random(0).sample(text, len(text))
 
-    assert share_of_words(text) >= 0.9, text
+    assert share_of_words(text) >= 0.85, text
     assert len(set(text.split())) >= 5, text
-    assert share_of_words("".join(letters)) < 0.9
+    assert share_of_words("".join(letters)) < 0.5
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -9,6 +9,7 @@ import torch
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels.state_slots import torch_impl
+from kvgroups.ops import dispatch
 
 triton_impl = pytest.importorskip("kvgroups.kernels.state_slots.triton_impl")
 
@@ -21,7 +22,7 @@ def taken(monkeypatch):
     names = []
     for name, module in (("triton", triton_impl), ("torch", torch_impl)):
         monkeypatch.setattr(module, "gather_states", lambda *_, name=name: names.append(name))
-    monkeypatch.setitem(ops._FORMS["gather_states"], "torch", ops._Form(torch_impl.gather_states))
+    monkeypatch.setitem(dispatch.FORMS["gather_states"], "torch", dispatch.Form(torch_impl.gather_states))
     return names
 
 
@@ -51,7 +52,7 @@ def test_without_the_package_the_refusal_says_so(monkeypatch):
 
 
 def test_on_a_gpu_auto_asks_triton_first():
-    for operation, forms in ops._FORMS.items():
+    for operation, forms in dispatch.FORMS.items():
         on_a_gpu = [name for name, form in forms.items() if form.auto_on in (None, "cuda")]
         on_the_cpu = [name for name, form in forms.items() if form.auto_on in (None, "cpu")]
         assert on_a_gpu[0] == ("triton" if "triton" in forms else "torch"), operation

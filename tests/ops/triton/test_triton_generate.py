@@ -7,6 +7,7 @@ import torch
 
 import kvgroups
 from kvgroups import ops
+from kvgroups.ops import dispatch
 from kvgroups.testing import tiny
 
 
@@ -27,7 +28,7 @@ def test_generate_on_triton_kernels(model_type, expected, monkeypatch, triton_ba
 
         return replace(form, run=run)
 
-    for operation, forms in ops._FORMS.items():
+    for operation, forms in dispatch.FORMS.items():
         if "triton" in forms:
             monkeypatch.setitem(forms, "triton", noting(operation, forms["triton"]))
 

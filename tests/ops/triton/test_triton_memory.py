@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvgroups import ops
+from kvgroups.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
 
@@ -128,7 +129,7 @@ IN_THE_ARENA = [call for call in CALLS if call not in (slot_mapping, table_updat
 
 def test_every_triton_form_is_called_here():
     assert {call.__name__ for call in CALLS} == {
-        name for name, forms in ops._FORMS.items() if "triton" in forms
+        name for name, forms in dispatch.FORMS.items() if "triton" in forms
     }
 
 
@@ -220,7 +221,7 @@ def test_offsets_beyond_int32(call, far_apart):
 def test_a_wrong_kernel_shows(call, folder, old, new, mutant, monkeypatch):
     name = call.__name__
     wrong = mutant(import_module(f"kvgroups.kernels.{folder}.triton_impl"), old, new)
-    monkeypatch.setitem(ops._FORMS[name], "triton", ops._Form(getattr(wrong, name)))
+    monkeypatch.setitem(dispatch.FORMS[name], "triton", dispatch.Form(getattr(wrong, name)))
     with pytest.raises(AssertionError):
         assert_same(call(in_the_open, "triton"), call(in_the_open, "reference"))
 
@@ -238,6 +239,6 @@ def test_an_offset_in_int32_is_noticed(call, folder, old, far_apart, mutant, mon
     wrong = mutant(
         import_module(f"kvgroups.kernels.{folder}.triton_impl"), old, old.removesuffix(".to(tl.int64)")
     )
-    monkeypatch.setitem(ops._FORMS[call.__name__], "triton", ops._Form(getattr(wrong, call.__name__)))
+    monkeypatch.setitem(dispatch.FORMS[call.__name__], "triton", dispatch.Form(getattr(wrong, call.__name__)))
     with pytest.raises(Exception, match="overflow"):
         call(far_apart, "triton")

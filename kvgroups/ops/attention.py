@@ -1,0 +1,265 @@
+"""Operations on K and V in pages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvgroups.errors import ShapeError
+from kvgroups.ops.checks import ANY, INDEX, AtLeast, block_size_of, check, check_caches, check_step_kv
+from kvgroups.ops.dispatch import run
+
+Layout = Literal["NHD", "HND"]
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: Layout,
+    backend: str = "auto",
+) -> None:
+    """Store this step's keys and values of one layer in their slots, in place.
+
+    Tokens with slot -1 are skipped, and so is the null block. Nothing else is touched, bit for bit. Slots of
+    one call are distinct. No gradient flows into the cache, which would keep the graph of every step alive.
+
+    Args:
+        key: (num_tokens, num_kv_heads, head_dim), the cache's dtype.
+        value: (num_tokens, num_kv_heads, head_dim_v), the cache's dtype.
+        key_cache: NHD (num_blocks, block_size, num_kv_heads, head_dim) or HND (num_blocks, num_kv_heads,
+            block_size, head_dim). Any stride between blocks.
+        value_cache: the same with head_dim_v.
+        slot_mapping: (at least num_tokens,), int64. What lies beyond num_tokens is not read.
+        layout: `NHD` or `HND`, the order within a block.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: `reshape_and_cache_flash` of vLLM; there the null block may be written.
+
+    Example:
+        >>> cache = torch.zeros(3, 2, 1, 1)                              # 3 blocks of 2 tokens, NHD
+        >>> token = torch.tensor([[[5.0]], [[6.0]]])
+        >>> write_kv(token, token, cache, cache.clone(), torch.tensor([3, -1]), layout="NHD")
+        >>> cache.flatten().tolist()                                     # slot 3: block 1, offset 1
+        [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
+    """
+    check_caches(key_cache, value_cache, layout)
+    check_step_kv(key, value, key_cache, value_cache, layout)
+    check("slot_mapping", slot_mapping, (AtLeast(len(key)),), (torch.int64,), key.device)
+    run("write_kv", backend, key, value, key_cache, value_cache, slot_mapping, layout=layout)
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    block_table: Tensor | None,
+    *,
+    query_start_loc: Tensor,
+    num_computed_tokens: Tensor,
+    kv_start_loc: Tensor | None = None,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    layout: Layout = "HND",
+    ring_blocks: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention of one layer: history from blocks, the step's own keys and values as they come.
+
+    Request i has history at positions 0 .. num_computed_tokens[i] - 1 in its blocks, and step keys
+    `key[kv_start_loc[i] : kv_start_loc[i + 1]]` at the positions that follow. Its queries are right-aligned:
+    the last query sits on the last step key. A query at position p sees every position up to p, itself
+    included, that `window` and `chunk` allow, and nothing behind a null block. One call serves prefill, chunk
+    and decode, in any mix.
+
+    The step's own tokens are never read from the blocks, so they may be written before or after the call; in
+    a ring only after it, since writing takes the slots of the oldest visible tokens.
+
+    Masked keys and values may be NaN. A query that sees no key yields 0. Softmax is in fp32.
+
+    Args:
+        query: (num_query_tokens, num_heads, head_dim). Query head h uses KV head `h // (num_heads //
+            num_kv_heads)`. Tokens from `query_start_loc[-1]` on are padding and yield 0.
+        key: (num_tokens, num_kv_heads, head_dim), the query's dtype.
+        value: (num_tokens, num_kv_heads, head_dim_v), the query's dtype.
+        key_cache: NHD (num_blocks, block_size, num_kv_heads, head_dim) or HND (num_blocks, num_kv_heads,
+            block_size, head_dim), the query's dtype, any stride between blocks. None if no request has
+            history; then value_cache and block_table are None too.
+        value_cache: the same with head_dim_v.
+        block_table: (num_reqs, width), int32. The table rows of this step's requests, in their order.
+        query_start_loc: (num_reqs + 1,), int32 or int64. Where each request's queries start; empty requests
+            are fine.
+        num_computed_tokens: (num_reqs,), int32 or int64, tokens. The history of each request; all 0 without
+            caches.
+        kv_start_loc: (num_reqs + 1,), int32 or int64. Where each request's step keys start; None: as the
+            queries do.
+        scale: factor on the scores.
+        window: tokens that a query sees, itself included: `p - window + 1 .. p`. None: all.
+        chunk: a query sees positions k with `k // chunk == p // chunk`. None: all.
+        softcap: scores become `tanh(score / softcap) * softcap`, after scale and before masking.
+        sinks: (num_heads,), floating. One more logit per head in the softmax, with no value.
+        layout: `NHD` or `HND`, the order within a block.
+        ring_blocks: R > 0 if the table is a ring: position p lies in block `block_table[i, (p // block_size)
+            % R]`.
+
+    Returns:
+        (num_query_tokens, num_heads, head_dim_v), the query's dtype.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or history without caches (noticed on the
+            CPU only).
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    The torch form reads start locations and counts on the host: on a GPU that is a device-to-host sync. The
+    Triton form does not.
+
+    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+        PagedAttention",
+    section 4; sinks as in GPT-OSS, softcap as in Gemma 2.
+
+    Example:
+        Two tokens of history in block 3, values 1 and 2, and a third token of value 6; the keys are alike:
+
+        >>> keys, values = torch.zeros(4, 1, 2, 1), torch.zeros(4, 1, 2, 1)  # 4 blocks of 2 tokens, HND
+        >>> values[3, 0] = torch.tensor([[1.0], [2.0]])
+        >>> token, table = torch.zeros(1, 1, 1), torch.tensor([[3]], dtype=torch.int32)
+        >>> paged_attention(token, token, token + 6, keys, values, table, scale=1.0,
+        ...                 query_start_loc=torch.tensor([0, 1]), num_computed_tokens=torch.tensor([2]))
+        tensor([[[3.]]])
+    """
+    device, num_reqs = query.device, len(num_computed_tokens)
+    check("query", query, (ANY, ANY, ANY), None, device)
+    check("key", key, (ANY, ANY, query.shape[2]), (query.dtype,), device)
+    check("value", value, (len(key), key.shape[1], ANY), (query.dtype,), device)
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ShapeError(
+            f"query: expected a multiple of the {num_kv_heads} KV heads of key, got {num_heads} heads. "
+            "Each KV head serves the same number of query heads."
+        )
+    check("query_start_loc", query_start_loc, (num_reqs + 1,), INDEX, device)
+    check("num_computed_tokens", num_computed_tokens, (num_reqs,), INDEX, device)
+    if kv_start_loc is not None:
+        check("kv_start_loc", kv_start_loc, (num_reqs + 1,), INDEX, device)
+    elif len(key) != len(query):
+        raise ShapeError(
+            f"key: expected the {len(query)} tokens of query, got {len(key)}. "
+            "Pass kv_start_loc where they differ."
+        )
+    if sinks is not None:
+        check("sinks", sinks, (num_heads,), None, device)
+    for name, setting in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+        if setting is not None and not setting > 0:
+            raise ShapeError(f"{name}: expected more than 0, or None for no {name}, got {setting}.")
+    if ring_blocks < 0:
+        raise ShapeError(f"ring_blocks: expected 1 or more, or 0 for a plain table, got {ring_blocks}.")
+
+    if key_cache is not None and value_cache is not None and block_table is not None:
+        check_caches(key_cache, value_cache, layout)
+        check_step_kv(key, value, key_cache, value_cache, layout)
+        check("block_table", block_table, (num_reqs, AtLeast(max(ring_blocks, 1))), (torch.int32,), device)
+    elif not (key_cache is value_cache is block_table is None):
+        given = {"key_cache": key_cache, "value_cache": value_cache, "block_table": block_table}
+        missing = [name for name, tensor in given.items() if tensor is None]
+        raise ShapeError(
+            "key_cache: expected key_cache, value_cache and block_table, or None for all three, got None for "
+            f"{' and '.join(missing)} only. Without caches no request has history."
+        )
+    elif num_computed_tokens.device.type == "cpu" and num_computed_tokens.any():
+        raise ShapeError(
+            "num_computed_tokens: expected all 0 without caches, got a request with history of "
+            f"{int(num_computed_tokens.max())} tokens. Pass key_cache, value_cache and block_table."
+        )
+    return run(
+        "paged_attention",
+        backend,
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc=query_start_loc,
+        num_computed_tokens=num_computed_tokens,
+        kv_start_loc=kv_start_loc,
+        scale=scale,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        sinks=sinks,
+        layout=layout,
+        ring_blocks=ring_blocks,
+    )
+
+
+def gather_kv(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    *,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    layout: Layout,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The dense history of each request, for layers that transform keys and values after storing them.
+
+    Positions from a request's `seq_len` on and positions behind a null block are 0. Windows and rings do not
+    exist
+    here: a group of such a layer is `paged` and keeps everything.
+
+    Args:
+        key_cache: NHD (num_blocks, block_size, num_kv_heads, head_dim) or HND (num_blocks, num_kv_heads,
+            block_size, head_dim). Any stride between blocks.
+        value_cache: the same with head_dim_v.
+        block_table: (num_reqs, width), int32, width * block_size >= max_seq_len. The table rows of this
+            step's requests.
+        seq_lens: (num_reqs,), int32 or int64, tokens to read from each request.
+        max_seq_len: tokens in the result.
+        layout: `NHD` or `HND`, the order within a block.
+
+    Returns:
+        key (num_reqs, max_seq_len, num_kv_heads, head_dim) and value (num_reqs, max_seq_len, num_kv_heads,
+        head_dim_v), in the cache's dtype.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: the gathered sequence that multi-latent attention projects up again; DeepSeek-V2, section 2.1.
+
+    Example:
+        >>> cache = torch.arange(1.0, 7.0).view(3, 2, 1, 1)              # 3 blocks of 2 tokens, NHD
+        >>> key, _ = gather_kv(cache, cache, torch.tensor([[2, 1]], dtype=torch.int32),
+        ...                    seq_lens=torch.tensor([3]), max_seq_len=4, layout="NHD")
+        >>> key.flatten().tolist()
+        [5.0, 6.0, 3.0, 0.0]
+    """
+    check_caches(key_cache, value_cache, layout)
+    device, num_reqs = key_cache.device, len(block_table)
+    width = AtLeast(-(-max_seq_len // block_size_of(key_cache, layout)))
+    check("block_table", block_table, (num_reqs, width), (torch.int32,), device)
+    check("seq_lens", seq_lens, (num_reqs,), INDEX, device)
+    return run(
+        "gather_kv",
+        backend,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        layout=layout,
+    )

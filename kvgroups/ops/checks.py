@@ -1,0 +1,158 @@
+"""Checks of a call, from what the host knows: shapes, dtypes, devices, settings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvgroups.errors import ShapeError
+
+
+class AtLeast(int):
+    """A size in an expected shape: this or more."""
+
+    def __repr__(self) -> str:
+        return f">={int(self)}" if self > 0 else "*"
+
+
+ANY = AtLeast(0)
+"""A size in an expected shape: any."""
+
+INDEX = (torch.int32, torch.int64)
+"""dtypes of rows, slots and start locations."""
+
+
+def check(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] | None,
+    device: torch.device,
+) -> None:
+    """Raise ShapeError unless the tensor is as expected; `dtypes` None is any floating one."""
+    if (
+        tensor.dim() == len(shape)
+        and all(
+            got >= size if isinstance(size, AtLeast) else got == size
+            for got, size in zip(tensor.shape, shape, strict=True)
+        )
+        and (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes)
+        and tensor.device == device
+    ):
+        return
+    expected_dtype = "floating" if dtypes is None else " or ".join(map(dtype_name, dtypes))
+    expected_shape = ", ".join(map(repr, shape)) + ("," if len(shape) == 1 else "")
+    raise ShapeError(
+        f"{name}: expected ({expected_shape}) {expected_dtype} on {device}, "
+        f"got {tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}."
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_mode(group: int, block_size: int, mode: str, ring_blocks: int, cp_interleave: int) -> None:
+    """Raise ShapeError unless the slot-mapping settings of one KV-cache group make sense together."""
+    if mode not in ("paged", "ring", "token", "none"):
+        raise ShapeError(f"modes[{group}]: expected one of paged, ring, token, none, got {mode!r}.")
+    if mode == "none":
+        return
+    if block_size < 1 or (mode == "token" and block_size != 1):
+        expected = "1" if mode == "token" else "at least 1"
+        raise ShapeError(f"block_sizes[{group}]: expected {expected} in mode {mode!r}, got {block_size}.")
+    if mode == "ring" and ring_blocks < 1:
+        raise ShapeError(f"ring_blocks[{group}]: expected at least 1 in mode 'ring', got {ring_blocks}.")
+    if block_size % cp_interleave:
+        raise ShapeError(
+            f"cp_interleave: expected a divisor of block_sizes[{group}]={block_size}, got {cp_interleave}. "
+            "A rank stores whole runs of tokens in its blocks."
+        )
+
+
+def check_caches(key_cache: Tensor, value_cache: Tensor, layout: str) -> None:
+    """Raise ShapeError unless the caches are a pair in a known layout."""
+    if layout not in ("NHD", "HND"):
+        raise ShapeError(f"layout: expected NHD or HND, got {layout!r}.")
+    check("key_cache", key_cache, (ANY, AtLeast(1), AtLeast(1), ANY), None, key_cache.device)
+    check("value_cache", value_cache, (*key_cache.shape[:3], ANY), (key_cache.dtype,), key_cache.device)
+
+
+def check_step_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, layout: str) -> None:
+    """Raise ShapeError unless this step's keys and values fit the caches."""
+    dtypes, device = (key_cache.dtype,), key_cache.device
+    num_kv_heads = key_cache.shape[2 if layout == "NHD" else 1]
+    check("key", key, (ANY, num_kv_heads, key_cache.shape[3]), dtypes, device)
+    check("value", value, (len(key), num_kv_heads, value_cache.shape[3]), dtypes, device)
+
+
+def block_size_of(cache: Tensor, layout: str) -> int:
+    return cache.shape[1 if layout == "NHD" else 2]
+
+
+def sizes(name: str, tensor: Tensor, num_dims: int) -> tuple[int, ...]:
+    """The sizes of a floating tensor of that many dims; raise ShapeError if it is not one."""
+    check(name, tensor, (ANY,) * num_dims, None, tensor.device)
+    return tuple(tensor.shape)
+
+
+def check_convolution(
+    channels: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    activation: str | None,
+    device: torch.device,
+) -> None:
+    """Raise ShapeError unless weights, states and activation of a convolution fit its channels."""
+    check("weight", weight, (channels, AtLeast(1)), None, device)
+    if bias is not None:
+        check("bias", bias, (channels,), None, device)
+    check("states", states, (ANY, channels, weight.shape[1]), None, device)
+    if activation not in (None, "silu", "swish"):
+        raise ShapeError(
+            f"activation: expected silu, swish or None, got {activation!r}. Apply any other one to the result."
+        )
+
+
+def check_scan_slots(
+    query_start_loc: Tensor,
+    initial_slots: Tensor,
+    final_slots: Tensor,
+    snapshot_tokens: Tensor | None,
+    snapshot_slots: Tensor | None,
+    device: torch.device,
+) -> None:
+    """Raise ShapeError unless each request has tokens and slots, and each snapshot a token and a slot."""
+    num_reqs = len(initial_slots)
+    check("query_start_loc", query_start_loc, (num_reqs + 1,), INDEX, device)
+    check("initial_slots", initial_slots, (num_reqs,), INDEX, device)
+    check("final_slots", final_slots, (num_reqs,), INDEX, device)
+    if snapshot_tokens is not None and snapshot_slots is not None:
+        check("snapshot_tokens", snapshot_tokens, (len(snapshot_slots),), (torch.int64,), device)
+        check("snapshot_slots", snapshot_slots, (len(snapshot_slots),), INDEX, device)
+    elif not (snapshot_tokens is snapshot_slots is None):
+        missing = "snapshot_tokens" if snapshot_tokens is None else "snapshot_slots"
+        raise ShapeError(
+            f"{missing}: expected one per snapshot, got None. Pass snapshot_tokens and snapshot_slots, or neither."
+        )
+
+
+def check_scan_options(
+    x: Tensor, shape: tuple[int, ...], D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None
+) -> None:
+    """Raise ShapeError unless D and dt_bias have that shape and the gate z fits x, where there are any."""
+    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            check(name, tensor, shape, None, x.device)
+    if z is not None:
+        check("z", z, tuple(x.shape), (x.dtype,), x.device)
+
+
+def check_ssm_groups(heads: int, groups: int) -> None:
+    """Raise ShapeError unless every SSM group of B and C serves the same number of heads."""
+    if groups == 0 or heads % groups:
+        raise ShapeError(
+            f"B: expected a number of SSM groups that divides the {heads} heads of x, got {groups}. "
+            "Each SSM group serves the same number of heads."
+        )

@@ -1,0 +1,210 @@
+"""Choosing a backend: which forms an operation has, and which of them serves a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvgroups.errors import BackendUnavailableError
+from kvgroups.kernels.causal_conv1d import reference as causal_conv1d_reference
+from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
+from kvgroups.kernels.gather_kv import reference as gather_kv_reference
+from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
+from kvgroups.kernels.paged_attention import reference as paged_attention_reference
+from kvgroups.kernels.paged_attention import torch_impl as paged_attention_torch
+from kvgroups.kernels.selective_scan import reference as selective_scan_reference
+from kvgroups.kernels.selective_scan import torch_impl as selective_scan_torch
+from kvgroups.kernels.slot_mapping import reference as slot_mapping_reference
+from kvgroups.kernels.slot_mapping import torch_impl as slot_mapping_torch
+from kvgroups.kernels.ssd_scan import reference as ssd_scan_reference
+from kvgroups.kernels.ssd_scan import torch_impl as ssd_scan_torch
+from kvgroups.kernels.state_slots import reference as state_slots_reference
+from kvgroups.kernels.state_slots import torch_impl as state_slots_torch
+from kvgroups.kernels.state_update import reference as state_update_reference
+from kvgroups.kernels.state_update import torch_impl as state_update_torch
+from kvgroups.kernels.table_update import reference as table_update_reference
+from kvgroups.kernels.table_update import torch_impl as table_update_torch
+from kvgroups.kernels.write_kv import reference as write_kv_reference
+from kvgroups.kernels.write_kv import torch_impl as write_kv_torch
+
+
+def _no_refusals(*args: Any, **kwargs: Any) -> list[str]:
+    """The reasons against a form that serves every call."""
+    return []
+
+
+@dataclass(frozen=True)
+class Form:
+    """One implementation of an operation; `refusals` takes a call and returns the reasons against it."""
+
+    run: Callable[..., Any]
+    refusals: Callable[..., list[str]] = _no_refusals
+    auto_on: str | None = None
+    """The type of device on which `auto` takes this form; None for any."""
+
+
+def _triton(folder: str, operation: str) -> Form:
+    """The Triton form of an operation. Its module, and with it triton, is imported when it is first asked."""
+
+    def module() -> Any:
+        return import_module(f"kvgroups.kernels.{folder}.triton_impl")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(_first_tensor(args)):  # triton launches on the current device
+            return getattr(module(), operation)(*args, **kwargs)
+
+    def refusals(*args: Any, **kwargs: Any) -> list[str]:
+        if find_spec("triton") is None:
+            return ["needs the package triton, which is not installed"]
+        device = _first_tensor(args).device
+        if device.type != "cuda" and not (device.type == "cpu" and module().INTERPRETED):
+            return [f"needs tensors on a GPU, or on the CPU with Triton's interpreter, got {device}"]
+        return getattr(module(), "refusals", _no_refusals)(*args, **kwargs)
+
+    return Form(run, refusals, auto_on="cuda")
+
+
+def _first_tensor(args: tuple[Any, ...]) -> Tensor:
+    """The tensor whose device is the call's."""
+    return next(arg for arg in args if isinstance(arg, Tensor))
+
+
+FORMS: dict[str, dict[str, Form]] = {
+    "slot_mapping": {
+        "triton": _triton("slot_mapping", "slot_mapping"),
+        "torch": Form(slot_mapping_torch.slot_mapping),
+        "reference": Form(slot_mapping_reference.slot_mapping),
+    },
+    "table_update": {
+        "triton": _triton("table_update", "table_update"),
+        "torch": Form(table_update_torch.table_update),
+        "reference": Form(table_update_reference.table_update),
+    },
+    "write_kv": {
+        "triton": _triton("write_kv", "write_kv"),
+        "torch": Form(write_kv_torch.write_kv),
+        "reference": Form(write_kv_reference.write_kv),
+    },
+    "paged_attention": {
+        "triton": _triton("paged_attention", "paged_attention"),
+        "torch": Form(paged_attention_torch.paged_attention),
+        "reference": Form(paged_attention_reference.paged_attention),
+    },
+    "gather_kv": {
+        "triton": _triton("gather_kv", "gather_kv"),
+        "torch": Form(gather_kv_torch.gather_kv),
+        "reference": Form(gather_kv_reference.gather_kv),
+    },
+    "gather_states": {
+        "triton": _triton("state_slots", "gather_states"),
+        "torch": Form(state_slots_torch.gather_states),
+        "reference": Form(state_slots_reference.gather_states),
+    },
+    "scatter_states": {
+        "triton": _triton("state_slots", "scatter_states"),
+        "torch": Form(state_slots_torch.scatter_states),
+        "reference": Form(state_slots_reference.scatter_states),
+    },
+    "causal_conv1d": {
+        "torch": Form(causal_conv1d_torch.causal_conv1d),
+        "reference": Form(causal_conv1d_reference.causal_conv1d),
+    },
+    "causal_conv1d_update": {
+        "triton": _triton("causal_conv1d", "causal_conv1d_update"),
+        "torch": Form(causal_conv1d_torch.causal_conv1d_update),
+        "reference": Form(causal_conv1d_reference.causal_conv1d_update),
+    },
+    "selective_scan": {
+        "torch": Form(selective_scan_torch.selective_scan),
+        "reference": Form(selective_scan_reference.selective_scan),
+    },
+    "ssd_scan": {
+        "torch": Form(ssd_scan_torch.ssd_scan),
+        "reference": Form(ssd_scan_reference.ssd_scan),
+    },
+    "selective_state_update": {
+        "triton": _triton("state_update", "selective_state_update"),
+        "torch": Form(state_update_torch.selective_state_update),
+        "reference": Form(state_update_reference.selective_state_update),
+    },
+}
+"""Operation -> backend -> form, in the order in which `auto` tries them. It never takes the reference."""
+
+_default_backend: ContextVar[str] = ContextVar("kvgroups_backend", default="auto")
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Make `name` the backend of every call in the block that does not ask for one itself.
+
+    An operation that has no such form (not all have a Triton one) goes by `auto`. The default belongs to the
+    running thread or task; blocks nest.
+
+    Args:
+        name: `auto`, `triton`, `torch` or `reference`.
+
+    Raises:
+        BackendUnavailableError: if no operation has such a backend.
+
+    Example:
+        >>> from kvgroups import ops
+        >>> with ops.use_backend("reference"):
+        ...     ops.gather_states(torch.ones(2, 1), torch.tensor([1]))
+        tensor([[1.]])
+    """
+    known = ["auto", *dict.fromkeys(backend for forms in FORMS.values() for backend in forms)]
+    if name not in known:
+        raise BackendUnavailableError(f"use_backend: expected one of {', '.join(known)}, got {name!r}.")
+    token = _default_backend.set(name)
+    try:
+        yield
+    finally:
+        _default_backend.reset(token)
+
+
+def run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
+    """Run the form of `operation` that `backend` names, or else the first that serves the call."""
+    forms = FORMS[operation]
+    if backend == "auto":
+        default = _default_backend.get()
+        backend = default if default in forms else "auto"
+    if backend == "auto":
+        candidates = _auto_candidates(forms, args)
+    elif backend in forms:
+        candidates = [backend]
+    else:
+        raise BackendUnavailableError(
+            f"{operation}: expected a backend among auto, {', '.join(forms)}, got {backend!r}. "
+            + _advice(forms, args, kwargs)
+        )
+    reasons = []
+    for name in candidates:
+        refusals = forms[name].refusals(*args, **kwargs)
+        if not refusals:
+            return forms[name].run(*args, **kwargs)
+        reasons.append(f"{name}: {'; '.join(refusals)}")
+    raise BackendUnavailableError(
+        f"{operation}: backend {backend!r} does not serve this call ({' | '.join(reasons)}). "
+        + _advice(forms, args, kwargs)
+    )
+
+
+def _auto_candidates(forms: dict[str, Form], args: tuple[Any, ...]) -> list[str]:
+    """The forms that `auto` may take for tensors on this device."""
+    device = _first_tensor(args).device.type
+    return [name for name, form in forms.items() if name != "reference" and form.auto_on in (None, device)]
+
+
+def _advice(forms: dict[str, Form], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Which backend to ask for instead."""
+    names = [*_auto_candidates(forms, args), "reference"]
+    serving = [name for name in names if name in forms and not forms[name].refusals(*args, **kwargs)]
+    return f"backend={serving[0]!r} serves it." if serving else "No backend serves it."

@@ -1,0 +1,152 @@
+"""Operations on block tables: the slots of a step, and what changed since the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvgroups.errors import ShapeError
+from kvgroups.ops.checks import ANY, INDEX, AtLeast, check, check_mode
+from kvgroups.ops.dispatch import run
+
+SlotMappingMode = Literal["paged", "ring", "token", "none"]
+
+
+def slot_mapping(
+    block_tables: Sequence[Tensor],
+    rows: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_sizes: Sequence[int],
+    modes: Sequence[SlotMappingMode],
+    ring_blocks: Sequence[int],
+    num_padded_tokens: int | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
+    backend: str = "auto",
+) -> Tensor:
+    """The slot of each token of this step, in every KV-cache group.
+
+    By the group's mode, with B its block size and R its ring blocks:
+
+    * `paged`: `table[row, pos // B] * B + pos % B`; `token` is the same with B = 1
+    * `ring`: `table[row, (pos // B) % R] * B + pos % B` for the last R * B tokens of the row; older tokens of
+      this step would land on the same slots and get -1
+    * `none`: -1, for groups that store states
+
+    A token whose table entry is the null block gets -1: it has no block because no later query can see it.
+    With context parallelism a table entry stands for a virtual block of `B * cp_world_size` tokens dealt out
+    to the ranks in runs of `cp_interleave`; a token of another rank gets -1.
+
+    Args:
+        block_tables: one per group, (max_num_reqs, width of the group), int32, block ids.
+        rows: (num_reqs,), int32 or int64. The table row of each request.
+        query_start_loc: (num_reqs + 1,), int32 or int64. Where each request's tokens start in this step; a
+            padded request has zero tokens.
+        positions: (num_tokens,), int64. May be padded: tokens from `query_start_loc[-1]` on get -1.
+        seq_lens: (num_reqs,), int32 or int64, tokens. Counts this step's: `num_computed_tokens + query_len`.
+        block_sizes: tokens per block, by group.
+        modes: the slot-mapping mode, by group.
+        ring_blocks: R by group; 0 where the mode is not `ring`.
+        num_padded_tokens: length of the result's rows, `num_tokens` if None. The tail is -1.
+        cp_world_size: context-parallel ranks.
+        cp_rank: this rank.
+        cp_interleave: tokens in a run; divides every block size.
+
+    Returns:
+        (num_groups, num_padded_tokens), int64.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or settings that contradict each other.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: the block table of vLLM v1; ring mode and the null-block rule are ours.
+
+    Example:
+        A request in blocks 7, 1023 and 5 of 16 tokens: position 34 is at offset 2 of block 5.
+
+        >>> table = torch.tensor([[7, 1023, 5, 0]], dtype=torch.int32)
+        >>> rows, starts, seq_lens = torch.tensor([0]), torch.tensor([0, 2]), torch.tensor([36])
+        >>> slot_mapping([table], rows, starts, torch.tensor([34, 35]), seq_lens, block_sizes=[16],
+        ...              modes=["paged"], ring_blocks=[0], num_padded_tokens=3)
+        tensor([[82, 83, -1]])
+    """
+    device, num_reqs, num_tokens = positions.device, len(rows), len(positions)
+    check("rows", rows, (num_reqs,), INDEX, device)
+    check("query_start_loc", query_start_loc, (num_reqs + 1,), INDEX, device)
+    check("positions", positions, (num_tokens,), (torch.int64,), device)
+    check("seq_lens", seq_lens, (num_reqs,), INDEX, device)
+    for name, settings in (("block_sizes", block_sizes), ("modes", modes), ("ring_blocks", ring_blocks)):
+        if len(settings) != len(block_tables):
+            raise ShapeError(
+                f"{name}: expected one per block table, {len(block_tables)}, got {len(settings)}. "
+                "Pass the settings of every KV-cache group, in one order."
+            )
+    if not 0 <= cp_rank < cp_world_size or cp_interleave < 1:
+        raise ShapeError(
+            f"cp_rank: expected a rank below cp_world_size={cp_world_size} and runs of at least one token, "
+            f"got cp_rank={cp_rank} and cp_interleave={cp_interleave}."
+        )
+    for group, (table, block_size, mode, ring) in enumerate(
+        zip(block_tables, block_sizes, modes, ring_blocks, strict=True)
+    ):
+        check_mode(group, block_size, mode, ring, cp_interleave)
+        width = AtLeast(ring if mode == "ring" else 0)
+        check(f"block_tables[{group}]", table, (ANY, width), (torch.int32,), device)
+    if num_padded_tokens is not None and num_padded_tokens < num_tokens:
+        raise ShapeError(
+            f"num_padded_tokens: expected at least the {num_tokens} of positions, got {num_padded_tokens}."
+        )
+    return run(
+        "slot_mapping",
+        backend,
+        block_tables,
+        rows,
+        query_start_loc,
+        positions,
+        seq_lens,
+        block_sizes=block_sizes,
+        modes=modes,
+        ring_blocks=ring_blocks,
+        num_padded_tokens=num_padded_tokens,
+        cp_world_size=cp_world_size,
+        cp_rank=cp_rank,
+        cp_interleave=cp_interleave,
+    )
+
+
+def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: str = "auto") -> None:
+    """Change entries of a block table on its device, in place.
+
+    Args:
+        table: (max_num_reqs, width), int32, contiguous. Block ids.
+        places: (num_entries,), int64, distinct. `row * width + column` of each changed entry.
+        block_ids: (num_entries,), int32. What the entries become.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or a table that is not contiguous.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: ours. vLLM copies whole rows, which grow with the longest sequence and not with what changed.
+
+    Example:
+        >>> table = torch.zeros(2, 3, dtype=torch.int32)
+        >>> table_update(table, torch.tensor([1, 5]), torch.tensor([7, 9], dtype=torch.int32))
+        >>> table.tolist()
+        [[0, 7, 0], [0, 0, 9]]
+    """
+    check("table", table, (ANY, ANY), (torch.int32,), table.device)
+    check("places", places, (len(places),), (torch.int64,), table.device)
+    check("block_ids", block_ids, (len(places),), (torch.int32,), table.device)
+    if not table.is_contiguous():
+        raise ShapeError(
+            f"table: expected a contiguous {tuple(table.shape)}, got strides {table.stride()}. "
+            "Places count through whole rows."
+        )
+    run("table_update", backend, table, places, block_ids)
