@@ -1,6 +1,6 @@
 """Train the byte-level models in kvgroups/assets, on text that a Python installation carries.
 
-    python examples/train_tiny_models.py tiny-gemma3 --steps 500
+    python examples/train_tiny_models.py tiny-gemma3 --steps 600
 
 The text is the prose of the standard library's docstrings and of `pydoc_data.topics`, so nothing is downloaded.
 One thread, fp32, and batches drawn from the seed and the step alone: a run that was interrupted goes on from its
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", default=list(CONFIGS), help=f"of {', '.join(CONFIGS)}; all if none"
     )
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument(
         "--out", type=Path, default=Path("kvgroups/assets"), help="folder of the models' folders"
     )

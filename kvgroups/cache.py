@@ -6,6 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,7 +281,12 @@ class GroupedCache(Cache):
         twin.num_pending = self.num_pending
         return twin
 
-    def forward(self, model_forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    def forward(
+        self,
+        model_forward: Callable[..., Any],
+        inputs: dict[str, Any],
+        settings: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
         """Run the model's own forward over this cache; see `CachedForward`.
 
         Raises:
@@ -290,7 +296,7 @@ class GroupedCache(Cache):
             raise UnsupportedCallError(
                 "this cache saw a forward fail halfway and no longer matches its tokens; make a new one"
             )
-        return CachedForward(self, model_forward, inputs).run()
+        return CachedForward(self, model_forward, inputs, settings).run()
 
 
 def find_cache(inputs: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,9 +30,17 @@ class CachedForward:
         cache: where the rows live.
         model_forward: the model's unpatched forward; called with keyword arguments only.
         inputs: its arguments by name for the padded batch, the cache among them; the mask is taken out.
+        settings: what must hold while the forward runs over the cache.
     """
 
-    def __init__(self, cache: GroupedCache, model_forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        cache: GroupedCache,
+        model_forward: Callable[..., Any],
+        inputs: dict[str, Any],
+        settings: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.settings = settings
         self.cache = cache
         self.context = cache.context
         self.rows = cache.rows
@@ -107,7 +115,7 @@ class CachedForward:
             step = self._step(requests, counts, is_real)
             self._fill_position_ids(inputs, step, is_real)
             self.states_touched = bool(self.context.mixers)
-            with self._running(step) as state_layers:
+            with self.settings(), self._running(step) as state_layers:
                 output = self.model_forward(**inputs)
                 step.finish()
                 for layer in state_layers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -215,15 +215,20 @@ class Patch:
                 "a second forward at the same time on one model; run one after the other"
             )
         try:
-            with (
-                nullcontext() if self.backend == "auto" else ops.use_backend(self.backend),
-                attention_setting(self._configs, ATTENTION_NAME),
-                running_fused(self.context.mixers),
-            ):
-                output: ModelOutput = cache.forward(self.original_forward, inputs)
+            output: ModelOutput = cache.forward(self.original_forward, inputs, self.settings)
         finally:
             self.context.lock.release()
         return output if as_dict else output.to_tuple()
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """What holds while the model's own forward runs over a cache of ours, and at no other time."""
+        with (
+            nullcontext() if self.backend == "auto" else ops.use_backend(self.backend),
+            attention_setting(self._configs, ATTENTION_NAME),
+            running_fused(self.context.mixers),
+        ):
+            yield
 
     def _takes_any_keyword(self) -> bool:
         return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.context.parameters.values())

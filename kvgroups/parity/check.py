@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,25 +9,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvgroups.errors import KVGroupsError, UnsupportedCallError
+from kvgroups.errors import UnsupportedCallError
+from kvgroups.parity.bench import Bench
 from kvgroups.parity.conditions import conditions
-from kvgroups.parity.judge import Finding, Judge
-from kvgroups.parity.oracle import Oracle
-from kvgroups.parity.prompts import Prompts, make_prompts
-from kvgroups.parity.report import GroupSummary, ParityReport, Speed, WorkloadResult
-from kvgroups.parity.sides import EagerSide, PagedSide, Row, Side
-from kvgroups.parity.workloads import WORKLOADS, Plan, Workload, make_plan
+from kvgroups.parity.prompts import make_prompts
+from kvgroups.parity.report import GroupSummary, ParityReport
+from kvgroups.parity.speed import measure_speed
+from kvgroups.parity.workloads import WORKLOADS, Workload, make_plan
 from kvgroups.patching import Patch, patch, unpatch
 from kvgroups.specs import GroupConfig, KVGroupsConfig
-
-SPEED_RUNS = 3
-"""Runs of each side, one after the other in turn, whose median is the speed."""
-
-SPEED_TOKENS = 16
-"""Tokens that each row of the batch answers, at most, where the speed is measured."""
-
-PROBE_LENGTHS = (48, 29, 13)
-"""Tokens of the rows that eager's rounding is measured on."""
 
 _TINY_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: with more they spend their time waiting."""
@@ -65,7 +53,8 @@ def check_parity(
         tokenizer: makes token ids of texts; called as `tokenizer(text)["input_ids"]`.
         max_new_tokens: tokens of an answer; workloads about prompts answer with fewer.
         config: the groups to run on; None for those of `infer_config`, or of the patch that is in force.
-        workloads: names out of `kvgroups.parity.WORKLOADS`; None for all.
+        workloads: names out of `kvgroups.parity.WORKLOADS`; None for all. What does not apply to the model, or
+            cannot run here, is skipped, and the report says why.
         seed: of random prompts and sampling.
         name: what the report calls the model; None for its `model_type`.
         max_prompt_len: tokens of the longest prompt that is made up to be longer than a window.
@@ -92,23 +81,21 @@ def check_parity(
     asked = make_prompts(model, prompts, tokenizer, seed)
     with _as_found(model, config) as installed, _quiet_model(model), _threads(model):
         plan = make_plan(installed.context.config, asked, max_new_tokens, seed, max_prompt_len)
-        eager = EagerSide(model, asked.filler)
-        paged = PagedSide(model, asked.filler, installed)
-        judge = _make_judge(model, asked)
+        bench = Bench(model, plan, installed)
         results = []
         for done, workload in enumerate(chosen):
             if progress is not None:
                 progress(workload.name, done, len(chosen))
-            results.append(_run(workload, plan, paged, eager, judge))
+            results.append(bench.run(workload))
         return ParityReport(
             model=name or model.config.model_type,
             architecture=type(model).__name__,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             conditions=conditions(model, seed),
             groups=tuple(_summary(group) for group in installed.context.config.groups),
-            eager_gap=judge.gap,
+            eager_gap=bench.judge.gap,
             workloads=tuple(results),
-            speed=_measure_speed(paged, eager, plan) if speed else None,
+            speed=measure_speed(bench) if speed else None,
         )
 
 
@@ -125,13 +112,15 @@ def _choose(workloads: Sequence[str] | None) -> list[Workload]:
 
 @contextmanager
 def _as_found(model: PreTrainedModel, config: KVGroupsConfig | None) -> Iterator[Patch]:
-    """A patch of our own, taken off for now; the one that was in force comes back in the end."""
+    """A patch of our own, taken off for now, with the options of the one in force, which comes back in the end."""
     found = model.__dict__.get("_kvgroups")
+    options: dict[str, Any] = {}
     if found is not None:
         found.remove()
         config = config or found.context.config
+        options = {"fused": found.is_fused, "backend": found.backend}
     try:
-        ours = patch(model, config).__dict__["_kvgroups"]
+        ours = patch(model, config, **options).__dict__["_kvgroups"]
         ours.remove()
         yield ours
     finally:
@@ -166,90 +155,6 @@ def _threads(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _make_judge(model: PreTrainedModel, prompts: Prompts) -> Judge:
-    probes = []
-    for length in PROBE_LENGTHS:
-        prompt = prompts.long(length)
-        probes.append(Row(prompt, answer=prompt[-1:], logits=torch.empty(0), pieces=(length,)))
-    return Judge(Oracle(model), probes, model.dtype)
-
-
-def _run(workload: Workload, plan: Plan, paged: PagedSide, eager: EagerSide, judge: Judge) -> WorkloadResult:
-    ours, our_error, seconds = _answers(workload, plan, paged)
-    theirs, their_error, eager_seconds = _answers(workload, plan, eager)
-    if ours is None:
-        finding = Finding(failures=[f"kvgroups fails: {our_error}"])
-    else:
-        finding = judge.judge(ours, theirs, is_sampled=workload.is_sampled)
-    if their_error is not None:
-        finding.remarks.append(f"eager fails: {their_error}")
-    held = paged.held_bytes()
-    if held:
-        finding.failures.append(f"{held} bytes are still held after the workload")
-    try:
-        paged.manager.check()
-    except KVGroupsError as error:
-        finding.failures.append(str(error))
-    return WorkloadResult(
-        name=workload.name,
-        description=workload.describe(plan),
-        outcome="failed" if finding.failures else "passed",
-        rows=len(ours or ()),
-        tokens=finding.tokens,
-        tokens_agree=finding.tokens_agree,
-        near_ties=finding.near_ties,
-        eager_tokens_agree=finding.eager_tokens_agree,
-        reference=finding.reference,
-        max_logit_difference=None if ours is None else finding.difference,
-        eager_logit_difference=finding.eager_difference,
-        tolerance=judge.tolerance,
-        kv_bytes=paged.kv_bytes,
-        eager_kv_bytes=None if theirs is None else eager.kv_bytes,
-        seconds=seconds,
-        eager_seconds=eager_seconds,
-        cached_gap=finding.cached_gap,
-        failures=tuple(finding.failures),
-        remarks=tuple(finding.remarks),
-    )
-
-
-def _answers(workload: Workload, plan: Plan, side: Side) -> tuple[list[Row] | None, str | None, float]:
-    """One side's answers, or what went wrong, in one line; and the wall time."""
-    start = time.perf_counter()
-    try:
-        with side.running():
-            rows, error = workload.run(side, plan), None
-    except Exception as failure:  # a side that fails is a finding, and the other workloads still run
-        rows, error = None, f"{type(failure).__name__}: {' '.join(str(failure).split())}"
-    return rows, error, time.perf_counter() - start
-
-
-def _measure_speed(paged: Side, eager: Side, plan: Plan) -> Speed | None:
-    prompts, num_new = next(plan.batches()), min(plan.num_new, SPEED_TOKENS)
-    wall: dict[Side, list[float]] = {paged: [], eager: []}
-    cpu: dict[Side, list[float]] = {paged: [], eager: []}
-    try:
-        for _ in range(SPEED_RUNS):
-            for side in (paged, eager):
-                with side.running():
-                    began, began_cpu = time.perf_counter(), time.process_time()
-                    side.generate(prompts, num_new)
-                    wall[side].append(time.perf_counter() - began)
-                    cpu[side].append(time.process_time() - began_cpu)
-    except Exception:  # it failed as a workload too, where the reason is told
-        return None
-    tokens = len(prompts) * num_new
-    return Speed(
-        rows=len(prompts),
-        tokens=tokens,
-        runs=SPEED_RUNS,
-        tokens_per_second=tokens / statistics.median(wall[paged]),
-        eager_tokens_per_second=tokens / statistics.median(wall[eager]),
-        cpu_seconds=statistics.median(cpu[paged]),
-        eager_cpu_seconds=statistics.median(cpu[eager]),
-    )
 
 
 def _summary(group: GroupConfig) -> GroupSummary:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 
 from kvgroups.parity.oracle import Oracle, max_difference
-from kvgroups.parity.sides import Row
+from kvgroups.parity.row import Row
 
 TOLERANCE = 32.0
 """How many of eager's own gaps the logits may move.
@@ -40,6 +40,7 @@ class Finding:
     reference: Literal["uncached", "cached"] = "uncached"
     difference: float = 0.0
     eager_difference: float | None = None
+    other_difference: float | None = None
     cached_gap: float | None = None
     failures: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -85,40 +86,77 @@ class Judge:
         self.tolerance = TOLERANCE * self.gap
         self._continues_exactly: bool | None = None
 
-    def judge(self, ours: Sequence[Row], eager: Sequence[Row] | None, *, is_sampled: bool) -> Finding:
+    def judge(
+        self,
+        ours: Sequence[Row],
+        eager: Sequence[Row] | None,
+        *,
+        decoding: Literal["greedy", "sampled", "beams"] = "greedy",
+        uncached: Callable[[], Sequence[Row] | None] = lambda: None,
+    ) -> Finding:
         """Compare one workload's answers.
 
         Args:
             ours: what kvgroups answered.
-            eager: what eager answered to the same; None if it failed.
-            is_sampled: whether tokens were drawn, so that eager's draw is what they must equal.
+            eager: what eager answered to the same; None if it failed or did not run.
+            decoding: "greedy" if every token must be the reference's choice, "sampled" if eager's draw is what
+                they must equal, "beams" if eager's sequences and scores are.
+            uncached: runs eager without a cache; asked where its cached beams are not ours.
         """
+        is_greedy = decoding == "greedy"
         finding = Finding(tokens=sum(len(row.answer) for row in ours))
         eager_is_off = self._watch_eager(finding, ours, eager)
         for index, row in enumerate(ours):
-            reference = self._reference(finding, row, is_sampled)
+            reference = self._reference(finding, row, is_greedy)
             difference = max_difference(row.logits, reference)
             finding.difference = max(finding.difference, difference)
             if not difference <= self.tolerance:
                 finding.failures.append(
                     f"row {index}: logits off by {difference:.1e}, allowed {self.tolerance:.1e}"
                 )
-            if is_sampled:
+            if is_greedy:
+                self._compare_choices(finding, index, row, reference)
+            elif decoding == "sampled":
                 drawn = eager[index].answer if eager is not None and not eager_is_off else row.answer
                 self._compare_samples(finding, index, row, drawn)
-            else:
-                self._compare_choices(finding, index, row, reference)
+        if decoding == "beams":
+            self._compare_beams(finding, ours, eager, uncached)
         # What a cached decode differs by design is told by `cached_gap`; more than that is another matter.
         if eager_is_off and (finding.eager_difference or 0.0) > 2 * (finding.cached_gap or 0.0):
             finding.remarks.append(eager_is_off)
         return finding
 
-    def _reference(self, finding: Finding, row: Row, is_sampled: bool) -> torch.Tensor:
+    def hold(self, finding: Finding, ours: Sequence[Row], others: Sequence[Row], name: str) -> None:
+        """Compare with another way of kvgroups through the same model: tokens, and logits until they part.
+
+        Args:
+            finding: takes what is found.
+            ours: what is judged.
+            others: what the other way answered to the same.
+            name: of the other way.
+        """
+        finding.other_difference = 0.0
+        for index, (row, other) in enumerate(zip(ours, others, strict=True)):
+            step = _parts_at(row, other)
+            common = len(row.answer) if step is None else step + 1
+            difference = max_difference(row.logits[:common], other.logits[:common])
+            finding.other_difference = max(finding.other_difference, difference)
+            if not difference <= self.tolerance:
+                finding.failures.append(
+                    f"row {index}: logits off those of {name} by {difference:.1e}, allowed {self.tolerance:.1e}"
+                )
+            if step is None:
+                continue
+            parting = f"row {index}: token {step} is {row.answer[step]}, {name} chooses {other.answer[step]}"
+            # In low precision either may be the reference's choice at a near tie, which is judged above.
+            (finding.failures if self.is_exact else finding.remarks).append(parting)
+
+    def _reference(self, finding: Finding, row: Row, is_greedy: bool) -> torch.Tensor:
         """The uncached forward, unless the row fits eager's cached decode and not it."""
 
         def fits(logits: torch.Tensor) -> bool:
             is_close = max_difference(row.logits, logits) <= self.tolerance
-            return is_close and (is_sampled or not bool(self._choices(row, logits).wrong.any()))
+            return is_close and (not is_greedy or not bool(self._choices(row, logits).wrong.any()))
 
         uncached = self.oracle.uncached(row)
         if fits(uncached) or (len(row.pieces) > 1 and not self._may_continue()):
@@ -170,6 +208,41 @@ class Judge:
         else:  # a draw has no margin to measure; the logits that it was drawn from are held above
             finding.remarks.append(f"row {index}: eager draws another token {step} from logits as far off")
 
+    def _compare_beams(
+        self,
+        finding: Finding,
+        ours: Sequence[Row],
+        eager: Sequence[Row] | None,
+        uncached: Callable[[], Sequence[Row] | None],
+    ) -> None:
+        """Sequences and scores are those of eager's cached beams, or of its uncached ones where those differ."""
+
+        def are_ours(beams: Sequence[Row] | None) -> bool:
+            return beams is not None and all(
+                row.answer == other.answer for row, other in zip(ours, beams, strict=True)
+            )
+
+        reference = eager
+        if not are_ours(eager):
+            without_cache = uncached()
+            if eager is None or are_ours(without_cache):
+                reference = without_cache
+                finding.remarks.append("held against eager's beams without a cache, which its cached ones are not")
+        if reference is None:
+            finding.failures.append("eager finds no beams to compare with, cached or not")
+            return
+        for index, (row, other) in enumerate(zip(ours, reference, strict=True)):
+            step = _parts_at(row, other)
+            finding.tokens_agree += sum(a == b for a, b in zip(row.answer, other.answer, strict=True))
+            if step is not None:
+                parting = f"beam {index}: token {step} is {row.answer[step]}, eager's is {other.answer[step]}"
+                # Beams in low precision may part at any near tie of two scores; logits are held above.
+                (finding.failures if self.is_exact else finding.remarks).append(parting)
+            elif (row.score is None) != (other.score is None) or (
+                row.score is not None and not abs(row.score - other.score) <= self.tolerance
+            ):
+                finding.failures.append(f"beam {index}: score {row.score}, eager's is {other.score}")
+
     def _watch_eager(self, finding: Finding, ours: Sequence[Row], eager: Sequence[Row] | None) -> str | None:
         """Note how eager's own cached run did against the oracle, and say so if it is off it."""
         if eager is None:
@@ -178,16 +251,22 @@ class Judge:
         finding.eager_difference = 0.0
         remark = None
         for index, (row, theirs) in enumerate(zip(ours, eager, strict=True)):
-            agrees = [a == b for a, b in zip(row.answer, theirs.answer, strict=True)]
-            finding.eager_tokens_agree += sum(agrees)
+            finding.eager_tokens_agree += sum(a == b for a, b in zip(row.answer, theirs.answer, strict=True))
             if row.prompt != theirs.prompt:  # a second turn after other answers
                 continue
             # Up to the step where tokens part, that step included, both sides have read the same tokens.
-            parts_at = None if all(agrees) else agrees.index(False)
-            common = len(agrees) if parts_at is None else parts_at + 1
+            parts_at = _parts_at(row, theirs)
+            common = len(row.answer) if parts_at is None else parts_at + 1
             difference = max_difference(theirs.logits[:common], self.oracle.uncached(row)[:common])
             if difference > finding.eager_difference:
                 finding.eager_difference = difference
                 parts = "" if parts_at is None else f" and chooses another token {parts_at}"
                 remark = f"eager's cached run is off its own uncached forward by {difference:.1e} in row {index}{parts}"
         return None if finding.eager_difference <= self.tolerance else remark
+
+
+def _parts_at(row: Row, other: Row) -> int | None:
+    """The first step at which two answers differ."""
+    return next(
+        (step for step, (a, b) in enumerate(zip(row.answer, other.answer, strict=True)) if a != b), None
+    )

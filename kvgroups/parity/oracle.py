@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvgroups.parity.sides import Row
+from kvgroups.parity.row import Row
 
 _COPIES = 3
 """Batch size that the gap is measured over, beside a row alone."""

@@ -57,7 +57,7 @@ def render_summary(
         table.add_row(
             Text(report.model, style="bold"),
             ", ".join(group.name for group in report.groups),
-            _tokens(sum(w.tokens_agree for w in report.workloads), sum(w.tokens for w in report.workloads)),
+            _all_tokens(report),
             _number(max((w.max_logit_difference or 0.0 for w in report.workloads), default=None)),
             _bytes(max((w.kv_bytes for w in report.workloads), default=0)),
             _bytes(max((w.eager_kv_bytes or 0 for w in report.workloads), default=0)),
@@ -101,15 +101,17 @@ def _workloads(report: ParityReport) -> Table:
     for heading in ("tokens", "off by", "eager", "KV peak", "eager", "s", "eager", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for workload in report.workloads:
+        if workload.outcome == "skipped":  # told below
+            continue
         table.add_row(
             workload.description,
-            _tokens(workload.tokens_agree, workload.tokens),
+            _agreement(workload),
             _number(workload.max_logit_difference),
             _eager_number(workload),
             _bytes(workload.kv_bytes),
             Text(_bytes(workload.eager_kv_bytes), style="dim"),
             _seconds(workload.seconds),
-            Text(_seconds(workload.eager_seconds), style="dim"),
+            Text(_seconds(workload.other_seconds) if workload.other == "eager" else "-", style="dim"),
             _word(workload.outcome),
         )
     return table
@@ -118,8 +120,11 @@ def _workloads(report: ParityReport) -> Table:
 def _notes(report: ParityReport) -> list[RenderableType]:
     lines = []
     for workload in report.workloads:
+        if workload.outcome == "skipped":
+            continue
         lines += [Text(f"{workload.name}: {failure}", style="red") for failure in workload.failures]
-        lines += [Text(f"{workload.name}: {remark}", style="dim") for remark in workload.remarks]
+        notes = [*_counted(workload), *workload.remarks]
+        lines += [Text(f"{workload.name}: {note}", style="dim") for note in notes]
     gaps = [workload.cached_gap for workload in report.workloads if workload.cached_gap is not None]
     if gaps:
         lines.append(
@@ -129,7 +134,29 @@ def _notes(report: ParityReport) -> list[RenderableType]:
                 style="dim",
             )
         )
+    if skipped := [f"{w.name} ({'; '.join(w.remarks)})" for w in report.workloads if w.outcome == "skipped"]:
+        lines.append(Text(f"Not run: {', '.join(skipped)}", style="dim"))
     return [Padding(line, (0, 0, 0, 2)) for line in lines]
+
+
+def _counted(workload: WorkloadResult) -> list[str]:
+    """What a workload counted, in words."""
+    counts, eager = workload.counts, workload.other_counts
+    notes = []
+    if "reorders" in counts:
+        places = f"beams changed places in {counts['swaps']} of {counts['reorders']} steps"
+        places = places if counts["swaps"] else "no beams changed places"
+        copied = _bytes(counts["copied_bytes"])
+        beside = f", eager {_bytes(eager['copied_bytes'])}" if "copied_bytes" in eager else ""
+        notes.append(f"{places}; {copied} copied{beside}")
+    if "forwards" in counts and workload.tokens:
+        notes.append(f"{workload.tokens} tokens in {counts['forwards']} forwards")
+    if workload.other_logit_difference is not None:
+        notes.append(
+            f"{_seconds(workload.seconds)} s against {_seconds(workload.other_seconds)} on the {workload.other} "
+            f"side, logits {workload.other_logit_difference:.1e} apart at most"
+        )
+    return notes
 
 
 def _verdict(report: ParityReport) -> Text:
@@ -138,6 +165,9 @@ def _verdict(report: ParityReport) -> Text:
     agree, tokens = (sum(getattr(w, key) for w in report.workloads) for key in ("tokens_agree", "tokens"))
     line = Text("  ")
     line.append_text(_word(report.verdict))
+    if report.verdict == "skipped":
+        line.append(": nothing was compared")
+        return line
     line.append(f": {agree} of {tokens} tokens agree, logits off by {_number(worst)} at most")
     line.append(f", allowed {_number(allowed)}")
     if ties := sum(w.near_ties for w in report.workloads):
@@ -165,6 +195,19 @@ def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
 
 
+def _all_tokens(report: ParityReport) -> Text:
+    if report.verdict == "skipped":
+        return Text("-")
+    agree, tokens = (sum(getattr(w, key) for w in report.workloads) for key in ("tokens_agree", "tokens"))
+    return _tokens(agree, tokens)
+
+
+def _agreement(workload: WorkloadResult) -> Text:
+    if workload.passed and not workload.tokens:
+        return Text("refused", style="yellow")
+    return _tokens(workload.tokens_agree, workload.tokens)
+
+
 def _tokens(agree: int, tokens: int) -> Text:
     if not tokens:
         return Text("fails", style="red")
@@ -172,7 +215,7 @@ def _tokens(agree: int, tokens: int) -> Text:
 
 
 def _word(outcome: str) -> Text:
-    return Text(outcome, style="bold green" if outcome == "passed" else "bold red")
+    return Text(outcome, style={"passed": "bold green", "skipped": "bold yellow"}.get(outcome, "bold red"))
 
 
 def _number(value: float | None) -> str:
@@ -182,7 +225,7 @@ def _number(value: float | None) -> str:
 def _eager_number(workload: WorkloadResult) -> Text:
     value = workload.eager_logit_difference
     is_off = value is not None and not value <= workload.tolerance
-    if workload.eager_kv_bytes is None:
+    if workload.other == "eager" and workload.tokens and workload.eager_kv_bytes is None:
         return Text("fails", style="yellow")
     return Text(_number(value), style="yellow" if is_off else "dim")
 

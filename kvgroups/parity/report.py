@@ -72,35 +72,48 @@ class WorkloadResult(_Frozen):
     """Short name, as `check_parity(workloads=...)` takes it."""
     description: str
     """What was run."""
-    outcome: Literal["passed", "failed"]
-    """Whether tokens and logits are those of the reference and all blocks came back."""
+    outcome: Literal["passed", "failed", "skipped"]
+    """Whether tokens and logits are those of the reference and all blocks came back; "skipped" if the workload
+    does not apply to the model or cannot run here, and `remarks` say why."""
+    other: Literal["eager", "generic", "torch"]
+    """What ran beside kvgroups: eager Hugging Face, kvgroups with all state layers on the generic adapter, or
+    kvgroups on the torch kernels."""
     rows: int
     """Answers compared."""
     tokens: int
     """New tokens of all rows."""
     tokens_agree: int
-    """How many of them are the reference's choice; with sampling, those equal to eager's sample."""
+    """How many of them are the reference's choice; with sampling and beams, those equal to eager's."""
     near_ties: int
     """Tokens that differ in low precision although eager itself cannot tell the two candidates apart."""
     eager_tokens_agree: int | None
-    """How many tokens of eager's own cached run equal those of kvgroups; None if eager failed."""
+    """How many tokens of eager's own cached run equal those of kvgroups; None if eager did not run or failed."""
     reference: Literal["uncached", "cached"]
     """What the logits were held against: one uncached forward of the unpadded row, or eager's cached decode
     of the unpadded row, for models whose prefill and decode compute different things."""
     max_logit_difference: float | None
     """Between kvgroups and the reference; None if kvgroups failed to run."""
     eager_logit_difference: float | None
-    """Between eager's own cached run and its uncached forward, up to where tokens part; None if eager failed."""
+    """Between eager's own cached run and its uncached forward, up to where tokens part; None if eager did not
+    run or failed."""
+    other_logit_difference: float | None
+    """Between kvgroups and `other`, up to where tokens part; None where `other` is eager."""
     tolerance: float
     """What `max_logit_difference` may be at most."""
     kv_bytes: int
     """Bytes of the blocks that kvgroups held at the workload's peak."""
     eager_kv_bytes: int | None
-    """Bytes of all tensors in eager's caches at their largest, measured on the tensors; None if eager failed."""
+    """Bytes of all tensors in eager's caches at their largest, measured on the tensors; None if eager did not
+    run or failed."""
     seconds: float
     """Wall time of kvgroups, one run."""
-    eager_seconds: float
-    """Wall time of eager, one run."""
+    other_seconds: float
+    """Wall time of `other`, one run."""
+    counts: dict[str, int]
+    """What kvgroups did, where a workload counts it: `reorders`, `swaps` and `copied_bytes` of beam search,
+    `forwards` of speculation."""
+    other_counts: dict[str, int]
+    """The same of `other`."""
     cached_gap: float | None
     """Where the reference is "cached": how far eager's plain cached decode is off its uncached forward."""
     failures: tuple[str, ...]
@@ -156,27 +169,36 @@ class ParityReport(_Frozen):
 
     @property
     def passed(self) -> bool:
-        """Whether every workload passed."""
-        return all(workload.passed for workload in self.workloads)
+        """Whether every workload that could run passed, and at least one did."""
+        return self.verdict == "passed"
 
     @property
-    def verdict(self) -> Literal["passed", "failed"]:
-        """The same as a word."""
-        return "passed" if self.passed else "failed"
+    def verdict(self) -> Literal["passed", "failed", "skipped"]:
+        """The same as a word; "skipped" if no workload could run, so that nothing is proven."""
+        outcomes = {workload.outcome for workload in self.workloads}
+        return "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "skipped"
 
     def workload(self, name: str) -> WorkloadResult:
-        """The result of the workload called `name`; KeyError if it did not run."""
+        """The result of the workload called `name`; KeyError if it was not asked for."""
         return {workload.name: workload for workload in self.workloads}[name]
 
     def raise_for_failure(self) -> None:
         """Do nothing if the check passed.
 
         Raises:
-            ParityError: naming the model and each workload that failed, with what was seen.
+            ParityError: naming the model and each workload that failed, with what was seen; or those that were
+                skipped, if no workload could run.
         """
-        failed = [f"{w.name} ({'; '.join(w.failures)})" for w in self.workloads if not w.passed]
-        if failed:
-            raise ParityError(f"{self.model}: kvgroups and eager part in {', '.join(failed)}")
+        if self.passed:
+            return
+        unproven = ", ".join(
+            f"{w.name} ({'; '.join(w.failures or w.remarks)})" for w in self.workloads if w.outcome == self.verdict
+        )
+        raise ParityError(
+            f"{self.model}: kvgroups and eager part in {unproven}"
+            if self.verdict == "failed"
+            else f"{self.model}: nothing was compared: {unproven}"
+        )
 
     def __rich__(self) -> RenderableType:
         from kvgroups.parity.render import render_report

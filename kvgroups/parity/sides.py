@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvgroups.cache import GroupedCache
+from kvgroups.parity.row import Generated, Row
 from kvgroups.patching import Patch
 
 
-@dataclass(frozen=True)
-class Row:
-    """One answer: what was asked, what was chosen, and the logits that it was chosen from."""
-
-    prompt: tuple[int, ...]
-    """Every token before the first new one, padding not among them."""
-    answer: tuple[int, ...]
-    """The new tokens."""
-    logits: torch.Tensor
-    """(len(answer), vocab_size), float32: raw logits of each step."""
-    pieces: tuple[int, ...]
-    """How the prompt reached the cache: tokens of each forward, in order."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What one call of `generate` gave, padding included."""
-
-    rows: list[Row]
-    sequences: torch.Tensor
-    """(rows, columns), int64: prompts and answers, left-padded."""
-    mask: torch.Tensor
-    """(rows, prompt columns), int64: 1 where a prompt token is real."""
-    cache: Any
-
-
 class Side:
-    """Runs a model one way and notes the most bytes that its caches held.
+    """Runs a model one way, and notes the most bytes that its caches held and what else is worth counting.
 
     Args:
         model: the model, whose `generation_config` decides nothing.
@@ -54,11 +29,17 @@ class Side:
         self.model = model
         self.filler = filler
         self.parameters = set(inspect.signature(type(model).forward).parameters)
+        self.counts: Counter[str] = Counter()
+        """What beams and drafts cost since `running` was entered last."""
+        self.refusal: str | None = None
+        """Why drafts were refused since then."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Be the way that the model goes while inside, and count `kv_bytes` from zero."""
-        raise NotImplementedError
+        """Be the way that the model goes while inside, and count from zero."""
+        self.counts.clear()
+        self.refusal = None
+        yield
 
     @property
     def kv_bytes(self) -> int:
@@ -100,13 +81,17 @@ class Side:
             ids,
             attention_mask=mask,
             max_new_tokens=num_new,
-            use_cache=True,
             return_dict_in_generate=True,
             output_logits=True,
-            **{"do_sample": False, **options},
+            **{"do_sample": False, "use_cache": True, **options},
         )
-        self.saw_cache(output.cache)
+        if output.cache is not None:
+            self.saw_cache(output.cache)
         logits = torch.stack(output.logits, dim=1)
+        beam_indices = getattr(output, "beam_indices", None)
+        if beam_indices is not None:  # a beam wanders: its token t was chosen from the logits of row beam_indices[:, t]
+            logits = logits[beam_indices, torch.arange(num_new, device=logits.device)]
+        scores = getattr(output, "sequences_scores", None)
         mask = mask.repeat_interleave(len(output.sequences) // len(mask), dim=0)
         asked = output.sequences[:, : ids.shape[1]]
         answers = output.sequences[:, ids.shape[1] :].tolist()
@@ -118,8 +103,57 @@ class Side:
                 before = previous.rows[index]
                 fed = len(before.prompt) + len(before.answer) - 1
                 pieces = (*before.pieces, *(1 for _ in before.answer[1:]), len(prompt) - fed)
-            rows.append(Row(prompt, tuple(answer), logits[index], pieces))
+            score = None if scores is None else scores[index].item()
+            rows.append(Row(prompt, tuple(answer), logits[index], pieces, score))
         return Generated(rows, output.sequences, mask, output.cache)
+
+    def beams(
+        self, prompts: Sequence[Sequence[int]], num_new: int, num_beams: int, *, use_cache: bool = True
+    ) -> list[Row]:
+        """Beam search on a left-padded batch: all beams of each prompt, the best first.
+
+        Counts `reorders`, the steps after which the cache is asked to follow the beams, and `swaps`, those of
+        them at which a beam really goes on from another row.
+        """
+
+        def follow(cache: Any, beam_idx: torch.Tensor) -> Any:
+            self.counts["reorders"] += 1
+            self.counts["swaps"] += beam_idx.tolist() != [*range(len(beam_idx))]
+            self.reorder(cache, beam_idx)
+            return cache
+
+        # `generate` asks the model's `_reorder_cache` if it has one, and the cache otherwise.
+        self.model.__dict__["_reorder_cache"] = follow
+        try:
+            return self.generate(
+                prompts,
+                num_new,
+                num_beams=num_beams,
+                num_return_sequences=num_beams,
+                output_scores=True,
+                use_cache=use_cache,
+            ).rows
+        finally:
+            del self.model.__dict__["_reorder_cache"]
+
+    def reorder(self, cache: Any, beam_idx: torch.Tensor) -> None:
+        """Have the rows of a cache follow the beams."""
+        cache.reorder_cache(beam_idx)
+
+    def speculate(self, prompt: Sequence[int], num_new: int, num_drafted: int) -> list[Row]:
+        """Greedy search that verifies drafts, looked up in the prompt, several in one forward.
+
+        Counts `forwards`. Where drafts are refused, `refusal` says why.
+        """
+
+        def count(*_: Any) -> None:
+            self.counts["forwards"] += 1
+
+        hook = self.model.register_forward_pre_hook(count)
+        try:
+            return self.generate([prompt], num_new, prompt_lookup_num_tokens=num_drafted).rows
+        finally:
+            hook.remove()
 
     @torch.no_grad()
     def decode_by_hand(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[Row]:
@@ -168,7 +202,8 @@ class EagerSide(Side):
     @contextmanager
     def running(self) -> Iterator[None]:
         self._kv_bytes = 0
-        yield
+        with super().running():
+            yield
 
     @property
     def kv_bytes(self) -> int:
@@ -179,6 +214,19 @@ class EagerSide(Side):
 
     def saw_cache(self, cache: Any) -> None:
         self._kv_bytes = max(self._kv_bytes, cache_bytes(cache))
+
+    def reorder(self, cache: Any, beam_idx: torch.Tensor) -> None:
+        """The same, counting `copied_bytes`: transformers gathers every tensor anew, moved or not."""
+        super().reorder(cache, beam_idx)
+        self.counts["copied_bytes"] += cache_bytes(cache)
+
+    def speculate(self, prompt: Sequence[int], num_new: int, num_drafted: int) -> list[Row]:
+        """The same, or plain greedy search where transformers refuses drafts, as it does for states."""
+        try:
+            return super().speculate(prompt, num_new, num_drafted)
+        except ValueError as error:
+            self.refusal = str(error)
+            return self.generate([prompt], num_new).rows
 
 
 class PagedSide(Side):
@@ -200,7 +248,8 @@ class PagedSide(Side):
         self.manager.reset_peak()
         self.patch.install()
         try:
-            yield
+            with super().running():
+                yield
         finally:
             self.patch.remove()
 
@@ -210,6 +259,25 @@ class PagedSide(Side):
 
     def new_cache(self) -> GroupedCache:
         return GroupedCache(self.model)
+
+    def beams(
+        self, prompts: Sequence[Sequence[int]], num_new: int, num_beams: int, *, use_cache: bool = True
+    ) -> list[Row]:
+        """The same, counting `copied_bytes`: partial blocks and states of beams that part."""
+        before = self.manager.usage().copied_bytes
+        rows = super().beams(prompts, num_new, num_beams, use_cache=use_cache)
+        self.counts["copied_bytes"] += self.manager.usage().copied_bytes - before
+        return rows
+
+    def speculate(self, prompt: Sequence[int], num_new: int, num_drafted: int) -> list[Row]:
+        """The same, or no rows where a state layer that is not fused cannot take tokens back."""
+        try:
+            return super().speculate(prompt, num_new, num_drafted)
+        except ValueError as error:
+            if not self.patch.context.splits_rows:
+                raise
+            self.refusal = str(error)
+            return []
 
     def held_bytes(self) -> int:
         """Bytes that are still held, once caches that nobody refers to are gone."""

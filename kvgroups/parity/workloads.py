@@ -1,15 +1,17 @@
-"""What is run through both sides: each workload is a habit of callers, or an edge where caches go wrong."""
+"""What is run through two sides: each workload is a habit of callers, or an edge where caches go wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from kvgroups.errors import UnsupportedCallError
 from kvgroups.parity.prompts import Prompts
-from kvgroups.parity.sides import Row, Side
+from kvgroups.parity.row import Row
+from kvgroups.parity.sides import Side
 from kvgroups.specs import ChunkedAttentionSpec, KVGroupsConfig, SlidingWindowSpec
 
 _BATCH_SIZE = 8
@@ -23,6 +25,17 @@ _SMALL_WINDOW = 64
 
 _BEYOND_WINDOW = 190
 """Tokens by which the prompt exceeds a window that is not small: 700 or so for a window of 512."""
+
+_NUM_BEAMS = 3
+
+_NUM_DRAFTED = 4
+"""Tokens that prompt lookup drafts at a time."""
+
+_PHRASE, _REPEATS = 16, 3
+"""Tokens that the prompt of the speculation repeats, and how often, so that there is something to look up."""
+
+_INTERPRETED_PROMPT, _INTERPRETED_ANSWER = 12, 4
+"""Tokens of the prompt and of the answer on the Triton kernels: their interpreter is slow."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +56,17 @@ class Plan:
     chunk_sizes: tuple[int, ...]
     """Prefill chunks to cut the longest of them into."""
     batch_size: int
+    max_prompt_len: int
+    """Tokens of the longest prompt that may be made up."""
 
     @property
     def num_few(self) -> int:
         """New tokens where the prompt is what matters."""
         return min(self.num_new, _SHORT_ANSWER)
+
+    def long(self, length: int) -> tuple[int, ...]:
+        """A prompt of `length` tokens, or of as many as there may be."""
+        return self.prompts.long(min(length, self.max_prompt_len))
 
     def batches(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """The prompts in batches."""
@@ -85,6 +104,7 @@ def make_plan(config: KVGroupsConfig, prompts: Prompts, num_new: int, seed: int,
         long_lengths=lengths,
         chunk_sizes=tuple(sorted({size for size in chunks if 1 < size < lengths[-1]})) or (1,),
         batch_size=min(_BATCH_SIZE, config.max_num_reqs),
+        max_prompt_len=longest,
     )
 
 
@@ -102,14 +122,21 @@ def _edge(config: KVGroupsConfig) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing to run through both sides."""
+    """One thing to run through two sides."""
 
     name: str
     describe: Callable[[Plan], str]
     run: Callable[[Side, Plan], list[Row]]
     """Runs one side and returns its answers, in an order that both sides share."""
-    is_sampled: bool = False
-    """Whether tokens are drawn, so that they are held against eager's draw with the same seed."""
+    decoding: Literal["greedy", "sampled", "beams"] = "greedy"
+    """How tokens are chosen. Greedy ones are judged by logits; the others must also be the ones that eager drew
+    with the same seed, or found with as many beams."""
+    ours: Literal["kvgroups", "triton"] = "kvgroups"
+    """The side that is judged: kvgroups as it is, or on the Triton kernels."""
+    other: Literal["eager", "generic", "torch"] = "eager"
+    """The side that it is held against, beside eager's uncached forward."""
+    run_uncached: Callable[[Side, Plan], list[Row]] | None = None
+    """The same without a cache, where eager's own cached run may choose other tokens."""
 
 
 def _single(side: Side, plan: Plan) -> list[Row]:
@@ -161,6 +188,30 @@ def _in_a_row(side: Side, plan: Plan) -> list[Row]:
     return [row for prompt in plan.prompts.rows for row in side.generate([prompt], plan.num_few).rows]
 
 
+def _beams(side: Side, plan: Plan, *, use_cache: bool = True) -> list[Row]:
+    num_beams = min(_NUM_BEAMS, plan.batch_size)
+    prompts = plan.prompts.rows[: plan.batch_size // num_beams][:2]
+    return side.beams(prompts, plan.num_few, num_beams, use_cache=use_cache)
+
+
+def _uncached_beams(side: Side, plan: Plan) -> list[Row]:
+    return _beams(side, plan, use_cache=False)
+
+
+def _speculation(side: Side, plan: Plan) -> list[Row]:
+    prompt = (plan.long(_PHRASE) * _REPEATS)[: plan.max_prompt_len]
+    return side.speculate(prompt, plan.num_new, _NUM_DRAFTED)
+
+
+def _few_ragged(side: Side, plan: Plan) -> list[Row]:
+    return side.generate(next(plan.batches()), plan.num_few).rows
+
+
+def _short(side: Side, plan: Plan) -> list[Row]:
+    num_new = min(plan.num_new, _INTERPRETED_ANSWER)
+    return side.generate([plan.long(_INTERPRETED_PROMPT)], num_new).rows
+
+
 def _lengths(plan: Plan) -> str:
     """`15-17, 35 tokens (block 16)`."""
     *near, last = plan.long_lengths
@@ -182,8 +233,14 @@ WORKLOADS: dict[str, Workload] = {
         Workload("long", _lengths, _long),
         Workload("chunks", _sizes, _chunks),
         Workload("second-turn", lambda plan: "second turn, same cache", _second_turn),
-        Workload("samples", lambda plan: "samples, one seed", _samples, is_sampled=True),
+        Workload("samples", lambda plan: "samples, one seed", _samples, decoding="sampled"),
         Workload("in-a-row", lambda plan: "prompts one by one", _in_a_row),
+        Workload(
+            "beams", lambda plan: "beam search", _beams, decoding="beams", run_uncached=_uncached_beams
+        ),
+        Workload("speculation", lambda plan: f"prompt lookup by {_NUM_DRAFTED}", _speculation),
+        Workload("fused", lambda plan: "fused against generic", _few_ragged, other="generic"),
+        Workload("triton", lambda plan: "Triton against torch", _short, ours="triton", other="torch"),
     )
 }
 """Every workload by name, in the order in which they run."""
