@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 """Names that `--dtype` takes."""
+
+
+_HUB_TIMEOUT = 5.0
+"""Seconds that the hub may take to say whether it knows a model."""
+
+
+def bundled_names(all: bool = False) -> list[str]:
+    """Names of the models that come with kvgroups: the trained ones and the core tiny families, or with `all`
+    every tiny family."""
+    from kvgroups.testing import tiny_names, trained_names
+
+    return [*trained_names(), *tiny_names(all=all)]
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -55,33 +68,60 @@ def load_model(
 
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """From a folder, from what the hub's client keeps on this machine, or from the hub, in this order."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _load(name, str(path), dtype)
+    if name.startswith((".", "/", "~")):
+        raise UsageError(f"model {name!r}: there is no such folder")
+    if _is_kept(name):
+        with contextlib.suppress(UsageError):  # kept in part: the hub has the rest
+            return _load(name, name, dtype, local_files_only=True)
+    _ask_hub(name)
+    return _load(name, name, dtype)
+
+
+def _load(name: str, place: str, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    looks_like_path = name.startswith((".", "/", "~"))
-    path = Path(name).expanduser()
-    if looks_like_path and not path.is_dir():
-        raise UsageError(f"model {name!r}: there is no such folder")
-    place = str(path) if path.is_dir() else name
     try:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    except Exception as error:  # transformers and the hub client raise many kinds
-        raise UsageError(
-            f"model {name!r}: neither bundled (kvgroups parity --list) nor gemma-3-270m, and transformers "
-            f"cannot load it: {_first_line(error)}{_suggestion(name)}"
-        ) from None
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
+    except Exception as error:  # transformers and the hub's client raise many kinds
+        raise UsageError(f"model {name!r}: transformers cannot load it: {_first_line(error)}") from None
     try:
-        return model, AutoTokenizer.from_pretrained(place)
+        return model, AutoTokenizer.from_pretrained(place, **options)
     except Exception:  # a model without a tokenizer is asked random token ids
         return model, None
 
 
-def _suggestion(name: str) -> str:
-    from kvgroups.testing import tiny_names, trained_names
+def _is_kept(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    close = get_close_matches(name, [*tiny_names(all=True), *trained_names()], n=3)
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # no hub id at all
+        return False
+
+
+def _ask_hub(name: str) -> None:
+    """Ask once whether there is such a model: loading would try again and again where there is no network."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
+    except Exception as error:
+        raise UsageError(
+            f"model {name!r}: neither bundled (kvgroups parity --list) nor gemma-3-270m nor a folder, and the hub "
+            f"does not give it: {_first_line(error)}.{_suggestion(name)}"
+        ) from None
+
+
+def _suggestion(name: str) -> str:
+    close = get_close_matches(name, [*bundled_names(all=True), "gemma-3-270m"], n=3)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

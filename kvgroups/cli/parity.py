@@ -20,10 +20,10 @@ def parity(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Bundled models (--list), gemma-3-270m, folders, hub ids; none for the core families."
+            help="Bundled models (--list), gemma-3-270m, folders, hub ids; none for the core ones."
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every tiny family, and which are refused.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every bundled model, and which are refused.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the names of the bundled models.")] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="A text file, one prompt a line.", show_default=False)
@@ -52,15 +52,14 @@ def parity(
     from kvgroups.cli.errors import UsageError, usage_errors
 
     with usage_errors():
-        from kvgroups.cli.models import parse_dtype
-        from kvgroups.testing import tiny_names, trained_names
+        from kvgroups.cli.models import bundled_names, parse_dtype
 
         if names:
-            typer.echo("\n".join([*tiny_names(all=True), *trained_names()]))
+            typer.echo("\n".join(bundled_names(all=True)))
             return
         if every and models:
-            raise UsageError("--all runs every tiny family; leave the names out, or leave --all out")
-        chosen = models or tiny_names(all=every)
+            raise UsageError("--all runs every bundled model; leave the names out, or leave --all out")
+        chosen = models or bundled_names(all=every)
         request = _Request(
             load={"dtype": parse_dtype(dtype), "device": device, "seed": seed},
             check={

@@ -31,7 +31,7 @@ def render_report(report: ParityReport) -> RenderableType:
     return Group(
         title,
         Padding(_groups(report.groups), (0, 0, 0, 2)),
-        _workloads(report),
+        *([] if report.verdict == "skipped" else [_workloads(report)]),
         *_notes(report),
         _verdict(report),
         Text(),
@@ -59,8 +59,7 @@ def render_summary(
             ", ".join(group.name for group in report.groups),
             _all_tokens(report),
             _number(max((w.max_logit_difference or 0.0 for w in report.workloads), default=None)),
-            _bytes(max((w.kv_bytes for w in report.workloads), default=0)),
-            _bytes(max((w.eager_kv_bytes or 0 for w in report.workloads), default=0)),
+            *map(_bytes, _largest(report)),
             "-" if report.speed is None else f"{report.speed.tokens_per_second:.0f}",
             "-" if report.speed is None else f"{report.speed.eager_tokens_per_second:.0f}",
             _word(report.verdict),
@@ -121,6 +120,7 @@ def _notes(report: ParityReport) -> list[RenderableType]:
     lines = []
     for workload in report.workloads:
         if workload.outcome == "skipped":
+            lines.append(Text(f"{workload.name}: skipped, {'; '.join(workload.remarks)}", style="dim"))
             continue
         lines += [Text(f"{workload.name}: {failure}", style="red") for failure in workload.failures]
         notes = [*_counted(workload), *workload.remarks]
@@ -134,8 +134,6 @@ def _notes(report: ParityReport) -> list[RenderableType]:
                 style="dim",
             )
         )
-    if skipped := [f"{w.name} ({'; '.join(w.remarks)})" for w in report.workloads if w.outcome == "skipped"]:
-        lines.append(Text(f"Not run: {', '.join(skipped)}", style="dim"))
     return [Padding(line, (0, 0, 0, 2)) for line in lines]
 
 
@@ -144,32 +142,36 @@ def _counted(workload: WorkloadResult) -> list[str]:
     counts, eager = workload.counts, workload.other_counts
     notes = []
     if "reorders" in counts:
-        places = f"beams changed places in {counts['swaps']} of {counts['reorders']} steps"
-        places = places if counts["swaps"] else "no beams changed places"
-        copied = _bytes(counts["copied_bytes"])
-        beside = f", eager {_bytes(eager['copied_bytes'])}" if "copied_bytes" in eager else ""
-        notes.append(f"{places}; {copied} copied{beside}")
+        places = f"in {counts['swaps']} of {counts['reorders']} steps" if counts["swaps"] else "never"
+        beside = f" against eager's {_bytes(eager['copied_bytes'])}" if "copied_bytes" in eager else ""
+        notes.append(f"changed places {places}; {_bytes(counts['copied_bytes'])} copied{beside}")
     if "forwards" in counts and workload.tokens:
-        notes.append(f"{workload.tokens} tokens in {counts['forwards']} forwards")
+        taken = workload.tokens - counts["forwards"]
+        notes.append(
+            f"{workload.tokens} tokens in {counts['forwards']} forwards, {taken} of {counts['drafted']} drafted ones kept"
+        )
     if workload.other_logit_difference is not None:
         notes.append(
-            f"{_seconds(workload.seconds)} s against {_seconds(workload.other_seconds)} on the {workload.other} "
-            f"side, logits {workload.other_logit_difference:.1e} apart at most"
+            f"{_seconds(workload.seconds)} s against {_seconds(workload.other_seconds)} of the {workload.other} form, "
+            f"logits {workload.other_logit_difference:.1e} apart at most"
         )
     return notes
 
 
 def _verdict(report: ParityReport) -> Text:
-    differences = [w.max_logit_difference for w in report.workloads if w.max_logit_difference is not None]
-    worst, allowed = max(differences, default=None), report.workloads[0].tolerance
+    compared = [w for w in report.workloads if w.max_logit_difference is not None]
+    worst = max(compared, key=lambda w: w.max_logit_difference / w.tolerance, default=None)
     agree, tokens = (sum(getattr(w, key) for w in report.workloads) for key in ("tokens_agree", "tokens"))
     line = Text("  ")
     line.append_text(_word(report.verdict))
     if report.verdict == "skipped":
         line.append(": nothing was compared")
         return line
-    line.append(f": {agree} of {tokens} tokens agree, logits off by {_number(worst)} at most")
-    line.append(f", allowed {_number(allowed)}")
+    line.append(f": {agree} of {tokens} tokens agree, logits off by ")
+    if worst is None:
+        line.append("-")
+    else:
+        line.append(f"{_number(worst.max_logit_difference)} at most, allowed {_number(worst.tolerance)}")
     if ties := sum(w.near_ties for w in report.workloads):
         line.append(f", {ties} near ties")
     if (speed := report.speed) is not None:
@@ -193,6 +195,15 @@ def _conditions(report: ParityReport) -> str:
 
 def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+
+
+def _largest(report: ParityReport) -> tuple[int | None, int | None]:
+    """Peak bytes of kvgroups and of eager in the workload that took eager most."""
+    both = [
+        (w.eager_kv_bytes, w.kv_bytes) for w in report.workloads if w.eager_kv_bytes is not None and w.tokens
+    ]
+    eager, ours = max(both, default=(None, None))
+    return ours, eager
 
 
 def _all_tokens(report: ParityReport) -> Text:

@@ -99,7 +99,8 @@ class WorkloadResult(_Frozen):
     other_logit_difference: float | None
     """Between kvgroups and `other`, up to where tokens part; None where `other` is eager."""
     tolerance: float
-    """What `max_logit_difference` may be at most."""
+    """What `max_logit_difference` may be at most: more than elsewhere where the model's prefill and decode differ
+    by design and the workload mixes them."""
     kv_bytes: int
     """Bytes of the blocks that kvgroups held at the workload's peak."""
     eager_kv_bytes: int | None
@@ -111,7 +112,7 @@ class WorkloadResult(_Frozen):
     """Wall time of `other`, one run."""
     counts: dict[str, int]
     """What kvgroups did, where a workload counts it: `reorders`, `swaps` and `copied_bytes` of beam search,
-    `forwards` of speculation."""
+    `forwards` and `drafted` tokens of speculation."""
     other_counts: dict[str, int]
     """The same of `other`."""
     cached_gap: float | None
@@ -192,7 +193,9 @@ class ParityReport(_Frozen):
         if self.passed:
             return
         unproven = ", ".join(
-            f"{w.name} ({'; '.join(w.failures or w.remarks)})" for w in self.workloads if w.outcome == self.verdict
+            f"{w.name} ({'; '.join(w.failures or w.remarks)})"
+            for w in self.workloads
+            if w.outcome == self.verdict
         )
         raise ParityError(
             f"{self.model}: kvgroups and eager part in {unproven}"

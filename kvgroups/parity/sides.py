@@ -89,7 +89,7 @@ class Side:
             self.saw_cache(output.cache)
         logits = torch.stack(output.logits, dim=1)
         beam_indices = getattr(output, "beam_indices", None)
-        if beam_indices is not None:  # a beam wanders: its token t was chosen from the logits of row beam_indices[:, t]
+        if beam_indices is not None:  # beams wander: row beam_indices[beam, t] held a beam at its token t
             logits = logits[beam_indices, torch.arange(num_new, device=logits.device)]
         scores = getattr(output, "sequences_scores", None)
         mask = mask.repeat_interleave(len(output.sequences) // len(mask), dim=0)
@@ -143,15 +143,20 @@ class Side:
     def speculate(self, prompt: Sequence[int], num_new: int, num_drafted: int) -> list[Row]:
         """Greedy search that verifies drafts, looked up in the prompt, several in one forward.
 
-        Counts `forwards`. Where drafts are refused, `refusal` says why.
+        Counts `forwards`, and `drafted` tokens. Where drafts are refused, `refusal` says why.
         """
+        fed: list[int] = []
 
-        def count(*_: Any) -> None:
-            self.counts["forwards"] += 1
+        def watch(_: Any, args: Any, inputs: dict[str, Any]) -> None:
+            fed.append(inputs["input_ids"].shape[1])
 
-        hook = self.model.register_forward_pre_hook(count)
+        hook = self.model.register_forward_pre_hook(watch, with_kwargs=True)
         try:
-            return self.generate([prompt], num_new, prompt_lookup_num_tokens=num_drafted).rows
+            rows = self.generate([prompt], num_new, prompt_lookup_num_tokens=num_drafted).rows
+            # Each forward is fed its drafts and what is known: the prompt at first, then the newest token.
+            self.counts["forwards"] = len(fed)
+            self.counts["drafted"] = sum(fed) - len(prompt) - (len(fed) - 1)
+            return rows
         finally:
             hook.remove()
 

@@ -135,6 +135,8 @@ class Workload:
     """The side that is judged: kvgroups as it is, or on the Triton kernels."""
     other: Literal["eager", "generic", "torch"] = "eager"
     """The side that it is held against, beside eager's uncached forward."""
+    is_mixed: bool = False
+    """Whether an answer is fed partly token by token and partly several tokens at once."""
     run_uncached: Callable[[Side, Plan], list[Row]] | None = None
     """The same without a cache, where eager's own cached run may choose other tokens."""
 
@@ -235,10 +237,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("second-turn", lambda plan: "second turn, same cache", _second_turn),
         Workload("samples", lambda plan: "samples, one seed", _samples, decoding="sampled"),
         Workload("in-a-row", lambda plan: "prompts one by one", _in_a_row),
-        Workload(
-            "beams", lambda plan: "beam search", _beams, decoding="beams", run_uncached=_uncached_beams
-        ),
-        Workload("speculation", lambda plan: f"prompt lookup by {_NUM_DRAFTED}", _speculation),
+        Workload("beams", lambda plan: "beam search", _beams, decoding="beams", run_uncached=_uncached_beams),
+        Workload("speculation", lambda plan: f"prompt lookup by {_NUM_DRAFTED}", _speculation, is_mixed=True),
         Workload("fused", lambda plan: "fused against generic", _few_ragged, other="generic"),
         Workload("triton", lambda plan: "Triton against torch", _short, ours="triton", other="torch"),
     )

@@ -3,31 +3,104 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from kvgroups import check_parity, infer_config, is_patched, patch
+from kvgroups import GroupedCache, check_parity, infer_config, is_patched, ops, patch
 from kvgroups.block_table import BlockTable
 from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelError
 from kvgroups.manager import Manager
 from kvgroups.parity import WORKLOADS, ParityError, ParityReport
+from kvgroups.parity.sides import EagerSide, PagedSide
+from kvgroups.rows import CacheRows
 from kvgroups.testing import tiny
 
 QUICK = {"max_new_tokens": 8, "speed": False}
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "jamba"])
-def test_a_healthy_model_passes_every_workload(family):
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize(("family", "skipped"), [("gemma3_text", {"fused"}), ("jamba", set())])
+def test_a_healthy_model_passes_every_workload(family, skipped):
     report = check_parity(tiny(family), **QUICK)
 
     assert report.passed, report.render()
     assert [workload.name for workload in report.workloads] == list(WORKLOADS)
+    assert {workload.name for workload in report.workloads if workload.outcome == "skipped"} == skipped
     for workload in report.workloads:
+        if workload.name in skipped:
+            continue
         assert workload.tokens == workload.tokens_agree > 0
         assert workload.max_logit_difference <= workload.tolerance < 1e-3
-        assert workload.kv_bytes > 0 and workload.eager_kv_bytes > 0
+        assert workload.kv_bytes > 0
+        assert (workload.eager_kv_bytes is None) == (workload.other != "eager")
+        assert (workload.other_logit_difference is None) == (workload.other == "eager")
     report.raise_for_failure()
+
+
+def test_beams_swap_and_copy_less_than_eager():
+    """Eager gathers every row's whole cache at every step; here tails and states are copied, when beams part."""
+    beams = check_parity(tiny("bamba"), workloads=["beams"], **QUICK).workload("beams")
+
+    assert beams.passed and beams.rows == 6  # three of each of two prompts
+    assert beams.counts["swaps"] == beams.other_counts["swaps"] > 3
+    assert 0 < beams.counts["copied_bytes"] < beams.other_counts["copied_bytes"] / 2
+
+
+def test_beams_that_eagers_cache_does_not_find_are_held_against_those_without_a_cache(monkeypatch):
+    """Eager's rows stay where they were, as in classes that forget to reorder their states."""
+    monkeypatch.setattr(EagerSide, "reorder", lambda self, cache, beam_idx: None)
+    report = check_parity(tiny("llama"), workloads=["beams"], **QUICK)
+
+    beams = report.workload("beams")
+    assert report.passed and beams.tokens_agree == beams.tokens
+    assert "held against eager's beams without a cache, which its cached ones are not" in beams.remarks
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba", "zamba2"])
+def test_drafts_are_verified_and_taken_back(family):
+    """Zamba2 floors its time step in prefill only, so verifying several tokens at once is neither reference."""
+    model = tiny(family)
+    speculation = check_parity(model, workloads=["speculation"], **QUICK).workload("speculation")
+
+    assert speculation.passed, speculation.failures
+    assert speculation.tokens_agree == 8
+    assert speculation.counts["forwards"] <= 8 and speculation.counts["drafted"] >= 4
+    assert ("forwards" in speculation.other_counts) == (family == "gemma3_text")
+
+
+def test_drafts_are_refused_where_a_state_layer_is_not_fused():
+    report = check_parity(tiny("qwen3_next"), workloads=["speculation"], **QUICK)
+
+    assert report.passed and report.workload("speculation").tokens == 0
+    assert report.workload("speculation").remarks[0].startswith("refused, as transformers does: ")
+    assert "refused" in report.render()
+
+
+def test_a_patch_that_keeps_states_generic_is_checked_as_it_is():
+    model = patch(tiny("bamba"), fused=False)
+    report = check_parity(model, workloads=["single", "fused"], **QUICK)
+
+    assert report.passed and report.workload("single").passed
+    assert report.workload("fused").remarks == ("no state layer of this model runs fused",)
+    assert not model.__dict__["_kvgroups"].is_fused
+
+
+def test_without_gpu_and_interpreter_triton_is_skipped_and_nothing_is_proven(monkeypatch):
+    pytest.importorskip("triton")
+    from kvgroups.kernels.table_update import triton_impl
+
+    monkeypatch.setattr(triton_impl, "INTERPRETED", False)
+    report = check_parity(tiny("llama"), workloads=["triton"], **QUICK)
+
+    assert (report.verdict, report.passed) == ("skipped", False)
+    assert "TRITON_INTERPRET=1 kvgroups parity MODEL --workload triton" in report.render()
+    with pytest.raises(ParityError, match="nothing was compared: triton"):
+        report.raise_for_failure()
 
 
 def test_the_report_says_where_eager_is_off_its_own_uncached_forward():
@@ -125,10 +198,67 @@ def test_a_hundredth_added_to_a_state_fails(monkeypatch, family):
     assert report.workload("single").max_logit_difference > 10 * report.workload("single").tolerance
 
 
-def test_the_right_tokens_from_wrong_logits_fail():
-    """Attention scaled by one per cent leaves most choices alone."""
-    from kvgroups import ops
+def test_beams_that_stay_where_they_were_fail(monkeypatch):
+    monkeypatch.setattr(GroupedCache, "reorder_cache", lambda self, beam_idx: None)
+    report = check_parity(tiny("bamba"), workloads=["ragged", "beams"], **QUICK)
 
+    assert failed_workloads(report) == {"beams"}
+    assert any("logits off by" in failure for failure in report.workload("beams").failures)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba", "zamba2"])
+def test_drafts_that_are_not_taken_back_fail(monkeypatch, family):
+    """The history goes back and the rows do not: rejected tokens stay in blocks and states."""
+    monkeypatch.setattr(CacheRows, "rewind", lambda self, counts: None)
+    report = check_parity(tiny(family), workloads=["single", "speculation"], **QUICK)
+
+    assert failed_workloads(report) == {"speculation"}
+
+
+def test_refusing_drafts_that_transformers_serves_fails(monkeypatch):
+    monkeypatch.setattr(PagedSide, "speculate", _refuse)
+    report = check_parity(tiny("llama"), workloads=["speculation"], **QUICK)
+
+    assert report.workload("speculation").failures == (
+        "kvgroups refuses what transformers does not: not today",
+    )
+
+
+def _refuse(side, prompt, num_new, num_drafted):
+    side.refusal = "not today"
+    return []
+
+
+def test_a_fused_layer_that_is_off_fails_against_the_generic_one(monkeypatch):
+    healthy = ops.selective_state_update
+    monkeypatch.setattr(ops, "selective_state_update", lambda *a, **k: healthy(*a, **k) * 1.01)
+    report = check_parity(tiny("bamba"), workloads=["fused"], **QUICK)
+
+    assert any("logits off those of generic by" in failure for failure in report.workload("fused").failures)
+
+
+def test_a_generic_layer_that_is_off_fails_too(monkeypatch):
+    healthy = ops.gather_states
+    monkeypatch.setattr(ops, "gather_states", lambda *a, **k: healthy(*a, **k) * 1.01)
+    report = check_parity(tiny("bamba"), workloads=["single", "fused"], **QUICK)
+
+    assert failed_workloads(report) == {"fused"}
+
+
+@needs_triton
+def test_a_triton_kernel_that_is_off_fails_against_the_torch_one(monkeypatch):
+    from kvgroups.kernels.paged_attention import triton_impl
+
+    healthy = triton_impl.paged_attention
+    monkeypatch.setattr(triton_impl, "paged_attention", lambda *a, **k: healthy(*a, **k) * 1.01)
+    report = check_parity(tiny("llama"), workloads=["single", "triton"], **QUICK)
+
+    assert failed_workloads(report) == {"triton"}
+    assert any("logits off those of torch by" in failure for failure in report.workload("triton").failures)
+
+
+def test_the_right_tokens_from_wrong_logits_fail():
+    """Attention scaled by one per mille leaves most choices alone."""
     healthy = ops.paged_attention
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ops, "paged_attention", lambda *a, **k: healthy(*a, **k) * 1.001)
@@ -140,8 +270,6 @@ def test_the_right_tokens_from_wrong_logits_fail():
 
 
 def test_nan_fails(monkeypatch):
-    from kvgroups import ops
-
     healthy = ops.paged_attention
     monkeypatch.setattr(ops, "paged_attention", lambda *a, **k: healthy(*a, **k) * float("nan"))
     report = check_parity(tiny("llama"), workloads=["single"], **QUICK)
@@ -158,8 +286,6 @@ def test_blocks_that_do_not_come_back_fail(monkeypatch):
 
 
 def test_a_side_that_raises_fails_alone(monkeypatch):
-    from kvgroups.parity.sides import PagedSide
-
     def broken(self):
         raise RuntimeError("no cache today")
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
 from kvgroups import KVGroupsConfig
 from kvgroups.cli import app
+from kvgroups.errors import UnsupportedModelError
 from kvgroups.manager import Manager
 from kvgroups.testing import tiny, tiny_names, trained_names
 
@@ -83,8 +85,66 @@ def test_config_prints_json_that_loads():
 
 
 def test_names_and_version():
-    assert kvgroups("parity", "--list").stdout.split() == [*tiny_names(all=True), *trained_names()]
+    assert kvgroups("parity", "--list").stdout.split() == [*trained_names(), *tiny_names(all=True)]
     assert kvgroups("version").stdout.startswith("kvgroups ")
+
+
+def test_trained_models_come_first_and_are_asked_english(monkeypatch):
+    import kvgroups
+    from kvgroups.parity.prompts import ENGLISH
+
+    asked = []
+
+    def note(model, *, tokenizer, name, **options):
+        asked.append((name, None if tokenizer is None else tokenizer(ENGLISH[1]).input_ids))
+        raise UnsupportedModelError("not now")
+
+    monkeypatch.setattr(kvgroups, "check_parity", note)
+    assert CliRunner().invoke(app, ["parity"]).exit_code == 1
+    assert [name for name, _ in asked] == [*trained_names(), *tiny_names()]
+    assert [ids is not None for _, ids in asked] == [True] * len(trained_names()) + [False] * len(
+        tiny_names()
+    )
+    assert bytes(asked[0][1][1:]).decode() == ENGLISH[1]
+
+
+@pytest.fixture
+def hub_asked(monkeypatch):
+    """A hub that cannot be reached, and what it was asked."""
+    asked = []
+
+    def model_info(self, name, *, timeout):
+        asked.append(name)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    return asked
+
+
+def test_a_model_that_nobody_knows_is_asked_for_once(hub_asked):
+    result = kvgroups("parity", "lama")
+
+    assert result.exit_code == 2
+    assert "model 'lama': neither bundled (kvgroups parity --list)" in result.stderr
+    assert "no route to host. Did you mean llama" in result.stderr
+    assert hub_asked == ["lama"]
+
+
+def test_a_model_that_the_hubs_client_keeps_needs_no_hub(hub_asked, monkeypatch, tmp_path):
+    folder = tmp_path / "models--somebody--some-model"
+    tiny("llama").save_pretrained(folder / "snapshots" / "1234")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1234")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.file_download, "HF_HUB_CACHE", str(tmp_path), raising=False)
+
+    assert kvgroups("parity", "somebody/some-model", *QUICK).exit_code == 0
+    assert hub_asked == []
+
+    (folder / "snapshots" / "1234" / "model.safetensors").unlink()
+    result = kvgroups("parity", "somebody/some-model", *QUICK)
+    assert result.exit_code == 2 and "no route to host" in result.stderr
+    assert hub_asked == ["somebody/some-model"]
 
 
 def test_help_is_fast_because_it_imports_no_torch():
@@ -100,7 +160,8 @@ def test_help_is_fast_because_it_imports_no_torch():
         (["llama", "--dtype", "float8"], "--dtype 'float8': expected one of float32"),
         (["llama", "--device", "abacus"], "--device 'abacus'"),
         (["llama", "--workload", "rugged"], "workloads: got 'rugged'; choose from single"),
-        (["llama", "--all"], "--all runs every tiny family"),
+        (["llama", "--all"], "--all runs every bundled model"),
+        (["a/b/c"], "model 'a/b/c': neither bundled"),
         (["llama", "--prompts", "{folder}/absent.txt"], "absent.txt: cannot be read: No such file"),
         (["llama", "--prompts", "{folder}/empty.txt"], "empty.txt: holds no prompts; write one a line"),
         (["llama", "--prompts", "{folder}/prompts.txt"], "llama has no tokenizer"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvgroups.parity.judge import TOLERANCE, Judge
+from kvgroups.parity.judge import TOLERANCE, Finding, Judge
 from kvgroups.parity.oracle import max_difference
-from kvgroups.parity.sides import Row
+from kvgroups.parity.row import Row
 
 GAP = 1e-4
 REFERENCE = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
@@ -34,14 +34,18 @@ class MadeUpOracle:
         return GAP
 
 
-def row(logits=REFERENCE, answer=(2, 0), pieces=(4,)):
-    return Row(prompt=(1, 1, 1, 1), answer=answer, logits=logits, pieces=pieces)
+def row(logits=REFERENCE, answer=(2, 0), pieces=(4,), score=None):
+    return Row(prompt=(1, 1, 1, 1), answer=answer, logits=logits, pieces=pieces, score=score)
 
 
-def judge(ours, eager=None, *, oracle=None, dtype=torch.float32, is_sampled=False):
+def made_up_judge(oracle=None, dtype=torch.float32):
     judge = Judge(oracle or MadeUpOracle(REFERENCE), [row()], dtype)
     judge.gap, judge.tolerance = GAP, TOLERANCE * GAP
-    return judge.judge([ours], None if eager is None else [eager], is_sampled=is_sampled)
+    return judge
+
+
+def judge(ours, eager=None, *, oracle=None, dtype=torch.float32, **options):
+    return made_up_judge(oracle, dtype).judge([ours], None if eager is None else [eager], **options)
 
 
 def test_the_same_tokens_and_logits_pass():
@@ -105,9 +109,75 @@ def test_a_prompt_in_pieces_is_excused_only_if_eager_takes_pieces():
 
 
 def test_samples_are_held_against_eagers_draw():
-    assert judge(row(answer=(0, 1)), row(answer=(0, 1)), is_sampled=True).failures == []
-    finding = judge(row(answer=(0, 1)), row(answer=(0, 2)), is_sampled=True)
+    assert judge(row(answer=(0, 1)), row(answer=(0, 1)), decoding="sampled").failures == []
+    finding = judge(row(answer=(0, 1)), row(answer=(0, 2)), decoding="sampled")
     assert finding.failures == ["row 0: sampled token 1 is 1, eager draws 2"]
+
+
+BEAM = (1, 1)
+"""No token of it is a choice, as a beam's need not be."""
+
+
+def test_beams_are_held_against_eagers_beams_and_their_scores():
+    def failures(score, answer=BEAM):
+        return judge(row(answer=BEAM, score=-1.0), row(answer=answer, score=score), decoding="beams").failures
+
+    assert failures(-1.0 + 0.9 * TOLERANCE * GAP) == []
+    assert failures(-1.1) == ["beam 0: score -1.0, eager's is -1.1"]
+    assert failures(None) == ["beam 0: score -1.0, eager's is None"]
+    assert failures(-1.0, answer=(1, 2)) == ["beam 0: token 1 is 1, eager's is 2"]
+
+
+def test_beams_without_a_cache_are_asked_where_the_cached_ones_are_others():
+    def held(cached, uncached):
+        cached, uncached = (None if beam is None else [row(answer=beam)] for beam in (cached, uncached))
+        finding = made_up_judge().judge(
+            [row(answer=BEAM)], cached, decoding="beams", uncached=lambda: uncached
+        )
+        return bool(finding.failures), bool(finding.remarks)
+
+    assert held((1, 1), None) == (False, False)
+    assert held((1, 2), (1, 1)) == (False, True)
+    assert held((1, 2), (2, 2)) == (True, False)
+    assert held(None, (1, 1)) == (False, True)
+    assert held(None, None) == (True, False)
+
+
+def test_drafts_may_be_as_far_off_as_eagers_decode_is_by_design():
+    by_design = MadeUpOracle(REFERENCE, REFERENCE + 0.1)
+    between, beyond = row(REFERENCE + 0.05), row(REFERENCE - 0.05)
+
+    finding = judge(between, oracle=by_design, is_mixed=True)
+    assert (finding.failures, finding.reference) == ([], "cached")
+    assert finding.allowed == pytest.approx(0.1 + TOLERANCE * GAP)
+    assert judge(between, oracle=by_design).failures != []
+    assert judge(beyond, oracle=by_design, is_mixed=True).failures != []
+    # Where both references agree there is nothing to excuse.
+    assert judge(between, oracle=MadeUpOracle(REFERENCE), is_mixed=True).failures != []
+
+
+@pytest.mark.parametrize(
+    ("other", "dtype", "failures"),
+    [
+        (row(), torch.float32, []),
+        (row(REFERENCE + 2 * TOLERANCE * GAP), torch.float32, ["logits off those of generic by 6.4e-03"]),
+        (row(answer=(2, 1)), torch.float32, ["token 1 is 0, generic chooses 1"]),
+        (row(answer=(2, 1)), torch.bfloat16, []),  # the reference decides who is right
+        (row(torch.stack([REFERENCE[0], REFERENCE[1] + 9]), answer=(1, 0)), torch.bfloat16, []),
+    ],
+    ids=[
+        "same",
+        "other logits",
+        "another token",
+        "another token in bfloat16",
+        "other logits after another token",
+    ],
+)
+def test_another_form_is_compared_until_tokens_part(other, dtype, failures):
+    finding = Finding()
+    made_up_judge(dtype=dtype).hold(finding, [row()], [other], "generic")
+    assert len(finding.failures) == len(failures)
+    assert all(want in got for want, got in zip(failures, finding.failures, strict=True))
 
 
 @pytest.mark.parametrize(

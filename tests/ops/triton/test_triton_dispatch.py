@@ -46,7 +46,7 @@ def test_outside_the_interpreter_a_cpu_tensor_is_refused_in_one_sentence(monkeyp
 
 
 def test_without_the_package_the_refusal_says_so(monkeypatch):
-    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     with pytest.raises(BackendUnavailableError, match="needs the package triton, which is not installed"):
         ops.gather_states(STATES, SLOTS, backend="triton")
 
