@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgroups.errors import OutOfBlocksError, SpecError
-from kvgroups.schemes import PaddedEager, Slabs, UniformPage, most_blocks_held
+from kvgroups.schemes import PaddedEager, Slabs, UniformPage, blocks_held, most_blocks_held
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec, SlidingWindowSpec
 from kvgroups.specs.infer import DEFAULT_BLOCK_SIZE
 
 LENGTHS = (1024, 8192, 32768)
 """Lengths of requests that a plan speaks of, in tokens, besides the longest."""
+
+_CHUNKS = 64
+"""Chunks of a prompt that are looked at, from its end."""
 
 
 @dataclass(frozen=True)
@@ -213,18 +216,14 @@ def _uniform_bytes(uniform: UniformPage, count: int, length: int) -> int:
 def _chunk_surplus(config: KVGroupsConfig, group: GroupConfig, length: int) -> int:
     """Blocks that a request owns beyond its share while a chunk of its prompt is in flight.
 
-    What its first new token sees and what the next query will see are held together: almost two windows, when the
-    prompt is longer than a chunk and a window.
+    What its first new token sees and what the next query will see are held together: almost two windows.
     """
-    spec, chunk = group.spec, config.max_num_batched_tokens
-    if isinstance(spec, MambaSpec) or config.ring_blocks(group) or length <= chunk:
+    chunk = config.max_num_batched_tokens
+    if group.is_state or length <= chunk:
         return 0
-    most = 0
-    for start in range(chunk, length, chunk):
-        stop = min(start + chunk, length)
-        kept = -(-start // group.block_size) - spec.first_visible(start) // group.block_size
-        first_stored = max(-(-start // group.block_size), spec.first_visible(stop) // group.block_size)
-        most = max(most, kept + max(0, -(-stop // group.block_size) - first_stored))
+    # The last chunks stand for all: windows are full by then, and attention chunks come round.
+    starts = range(chunk, length, chunk)[-_CHUNKS:]
+    most = max(blocks_held(config, group, min(start + chunk, length), computed=start) for start in starts)
     return max(0, most - most_blocks_held(config, group, length))
 
 

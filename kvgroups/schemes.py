@@ -1,7 +1,7 @@
 """What a set of live requests costs under our scheme and under those that others use. Pure arithmetic on a config.
 
 A scheme answers one question: `bytes_for(lengths)`, the bytes taken while requests of so many tokens each are
-decoding. The prompt chunk in flight is not counted, nor are shared prefixes; nobody has them here.
+decoding. Shared prefixes are not counted; nobody has them here.
 """
 
 from __future__ import annotations
@@ -33,24 +33,37 @@ Count = Callable[[KVGroupsConfig, GroupConfig, int], int]
 """Blocks of one request: `blocks_held` at a length, or `most_blocks_held` on the way to it."""
 
 
-def blocks_held(config: KVGroupsConfig, group: GroupConfig, num_tokens: int) -> int:
-    """Blocks that one request owns in `group` while it computes its `num_tokens`-th token.
+def blocks_held(
+    config: KVGroupsConfig, group: GroupConfig, num_tokens: int, computed: int | None = None
+) -> int:
+    """Blocks that one request owns in `group` during the step that brings it to `num_tokens` tokens.
+
+    Args:
+        config: the limits: `max_rewind`, and R for rings.
+        group: one of its groups.
+        num_tokens: tokens after the step, 1 or more.
+        computed: tokens before it; None for a step of one token.
 
     Example: a window of 8 on blocks of 4. The query at 30 sees 23 to 30, so blocks 5, 6 and 7 are held; the one at 31
-    sees 24 to 31, and lets go of block 5.
+    sees 24 to 31, and lets go of block 5. A chunk from 24 to 32 begins with a query that sees 17 to 24, and ends with
+    32 tokens, of which the next query sees 25 to 32: blocks 4, 5, 6 and 7.
         >>> from kvgroups.specs import SlidingWindowSpec
         >>> spec = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype="float32", sliding_window=8)
         >>> window = GroupConfig(name="window", layers=[0], spec=spec, block_size=4)
         >>> config = KVGroupsConfig(groups=[window], max_model_len=64)
-        >>> blocks_held(config, window, 31), blocks_held(config, window, 32)
-        (3, 2)
+        >>> blocks_held(config, window, 31), blocks_held(config, window, 32), blocks_held(config, window, 32, computed=24)
+        (3, 2, 4)
     """
     if isinstance(group.spec, MambaSpec):
         return 1
     if ring_blocks := config.ring_blocks(group):
         return ring_blocks
-    hidden = group.spec.first_visible(max(0, num_tokens - 1 - config.max_rewind)) // group.block_size
-    return -(-num_tokens // group.block_size) - hidden
+    computed = num_tokens - 1 if computed is None else computed
+    size, spec = group.block_size, group.spec
+    had, total = -(-computed // size), -(-num_tokens // size)
+    before = min(had, spec.first_visible(max(0, computed - config.max_rewind)) // size)
+    after = spec.first_visible(max(0, num_tokens - config.max_rewind)) // size
+    return had - before + max(0, total - max(had, after))
 
 
 def most_blocks_held(config: KVGroupsConfig, group: GroupConfig, num_tokens: int) -> int:

@@ -76,15 +76,18 @@ def test_blocks_of_four_that_a_request_owns_at_its_nth_token(spec, num_tokens: i
     assert blocks_held(config_of(held), held, num_tokens) == blocks
 
 
-def test_the_manager_owns_what_the_arithmetic_says_at_every_token():
-    manager = Manager(ALL_KINDS, "cpu")
+@pytest.mark.parametrize("chunk", [1, 3, 8, 25])
+def test_the_manager_owns_what_the_arithmetic_says_in_chunks(chunk: int):
+    """A window holds what the chunk's first token sees beside what the next query will."""
+    manager = Manager(ALL_KINDS, "meta")
     tables = MultiGroupBlockTable.from_config(ALL_KINDS, max_num_reqs=4, device="cpu")
     request = manager.open(tables, 0)
-    for num_tokens in range(1, 60):
-        manager.allocate([request], [1])
+    for computed in range(0, 100, chunk):
+        manager.allocate([request], [chunk])
         used = {usage.name: usage.num_used for usage in manager.usage().groups}
-        assert used == {each.name: blocks_held(ALL_KINDS, each, num_tokens) for each in ALL_KINDS.groups}
-        manager.advance([request], [1])
+        total = computed + chunk
+        assert used == {each.name: blocks_held(ALL_KINDS, each, total, computed) for each in ALL_KINDS.groups}
+        manager.advance([request], [chunk])
 
 
 @given(
