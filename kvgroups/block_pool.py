@@ -118,7 +118,7 @@ class BlockPool:
         self._check_room(count)
         block_ids: list[int] = []
         while len(block_ids) < count:
-            lease = self._fullest(after) if self._num_free else self._lease()
+            lease = self._fullest(after) if self._num_free else self._lease(after)
             block_ids += self._take(lease, count - len(block_ids), after)
             after = block_ids[-1]
         return block_ids
@@ -175,8 +175,8 @@ class BlockPool:
                     f"{self._slabs.num_free} of {self._slabs.num_slabs} slabs are free"
                 )
 
-    def _lease(self) -> int:
-        lease = self._slabs.lease(self.plan)
+    def _lease(self, after: int) -> int:
+        lease = self._slabs.lease(self.plan, after // self.plan.blocks_per_lease)
         self._extend_references()
         self._num_used_in[lease] = 0
         self._num_free += self.plan.blocks_per_lease

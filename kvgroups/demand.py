@@ -39,7 +39,8 @@ class GroupDemand:
         self.group = group
         self.ring_blocks = config.ring_blocks(group)
         self.max_rewind = config.max_rewind
-        self._hides = not group.is_state and not self.ring_blocks and group.spec.kind != "full_attention"
+        self.keeps_all = group.is_state or self.ring_blocks > 0 or group.spec.kind == "full_attention"
+        """Whether a request's blocks stay until it ends: it has no window or chunk that passes by them."""
 
     @overload
     def num_logical_blocks(self, num_tokens: int) -> int: ...
@@ -57,7 +58,7 @@ class GroupDemand:
         """Leading logical blocks that hold nothing a query can see after `num_tokens` tokens, or after `rewind`
         fewer."""
         spec = self.group.spec
-        if isinstance(spec, MambaSpec) or not self._hides:
+        if isinstance(spec, MambaSpec) or self.keeps_all:
             return 0
         return spec.first_visible(max(0, num_tokens - rewind)) // self.group.block_size
 
@@ -77,7 +78,7 @@ class GroupDemand:
         """
         had = self.num_logical_blocks(computed)
         changes = self.num_logical_blocks(computed + counts) > had
-        if self._hides:
+        if not self.keeps_all:
             pairs = zip(computed.tolist(), rewinds, strict=True)
             hidden = [self.num_hidden_blocks(tokens, self._slack(rewind)) for tokens, rewind in pairs]
             changes |= np.minimum(hidden, had) > released

@@ -70,8 +70,13 @@ class SlabPool:
         self._owners += [None] * (num_slabs - before)
         self._num_free_in_run = self._grown(self._num_free_in_run, before, num_slabs)
 
-    def lease(self, plan: GroupPlan) -> int:
+    def lease(self, plan: GroupPlan, after: int = 0) -> int:
         """Lease one slab or one run to a group.
+
+        Args:
+            plan: how the group cuts what it leases.
+            after: a slab that the group has; the first free one behind it is wanted, so that a long request's
+                blocks follow one another.
 
         Returns:
             The lease: the slab, or the run's first slab divided by a run's length.
@@ -79,7 +84,7 @@ class SlabPool:
         Raises:
             OutOfBlocksError: if there is none.
         """
-        lease = self._highest_run() if plan.is_run else self._lowest_slab()
+        lease = self._highest_run() if plan.is_run else self._next_slab(after)
         if lease is None:
             kind = f"run of {plan.slabs_per_lease} slabs" if plan.is_run else "slab"
             raise OutOfBlocksError(
@@ -117,13 +122,20 @@ class SlabPool:
                 return size
             target += length - target % length  # the run that the end of the arena cuts off
 
-    def _lowest_slab(self) -> int | None:
-        free = self._num_free_in_run
+    def _next_slab(self, after: int) -> int | None:
+        """The first free slab behind `after`, or else the lowest; whole runs are left alone if any other will do."""
+        free, length = self._num_free_in_run, self._run_slabs
         usable = free > 0
-        if self._has_runs and (broken := usable & (free < self._run_slabs)).any():
+        if self._has_runs and (broken := usable & (free < length)).any():
             usable = broken
-        run = int(usable.argmax())
-        return self._owners.index(None, run * self._run_slabs) if usable[run] else None
+        if not usable.any():
+            return None
+        run = after // length
+        if usable[run] and None in (rest := self._owners[after + 1 : (run + 1) * length]):
+            return after + 1 + rest.index(None)
+        behind = usable[run + 1 :]
+        run = run + 1 + int(behind.argmax()) if behind.any() else int(usable.argmax())
+        return self._owners.index(None, run * length)
 
     def _highest_run(self) -> int | None:
         whole = np.flatnonzero(self._num_free_in_run == self._run_slabs)
