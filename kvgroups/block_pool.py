@@ -3,122 +3,241 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.errors import KVGroupsError, OutOfBlocksError
+from kvgroups.slab_plan import GroupPlan
+from kvgroups.slab_pool import SlabPool, slabs_of
 
 
 class BlockPool:
-    """The blocks of one group, by number; it moves no bytes.
+    """The blocks of one group, by number, in the slabs that it leases; it moves no bytes.
 
-    Block 0 is the null block and is never handed out. The lowest free block goes first, so that the blocks
-    in use stay together and a pool that has grown can shrink again.
+    Blocks come from the fullest slab that has one free, so that others empty; a slab whose last block is given
+    up goes back to the arena. Block 0, and whatever else slab 0 would hold, is never handed out.
 
     Args:
-        name: the group's name, for messages.
+        plan: how the group cuts its slabs; its name is used in messages.
+        slabs: where slabs are leased; shared with the other groups.
+        max_blocks: the most blocks that may be owned at once; None for as many as the slabs hold.
 
     Example:
-        >>> pool = BlockPool("full")
-        >>> pool.grow(4)  # the null block and three more
+        >>> from kvgroups.slab_plan import SlabPlan
+        >>> plan = GroupPlan("full", block_bytes=256, stride_bytes=256, slabs_per_lease=1, blocks_per_lease=4)
+        >>> pool = BlockPool(plan, SlabPool(SlabPlan(1024, 1, (plan,)), num_slabs=8))
         >>> first, second = pool.allocate(2)
+        >>> first, second, pool.num_free  # slab 1 of 4 blocks is leased, and two of them are left
+        (4, 5, 2)
         >>> pool.share([first])
-        >>> pool.free([first, second]), pool.num_free  # one owner of `first` is left
-        ([2], 2)
+        >>> pool.free([first, second])  # one owner of `first` is left
+        [5]
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._references = np.zeros(1, dtype=np.int32)
-        self._free: list[int] = []
+    def __init__(self, plan: GroupPlan, slabs: SlabPool, max_blocks: int | None = None) -> None:
+        self.plan = plan
+        self.max_blocks = max_blocks
+        self._slabs = slabs
+        self._references = np.zeros(0, dtype=np.int32)
+        self._num_used_in: dict[int, int] = {}
+        """Lease -> blocks of it that have an owner."""
+        self._num_free = 0
+        self._open: list[tuple[int, int]] = []
+        """A heap of `(free blocks, lease)`, the fullest first. An entry that no longer says how it is is stale."""
+        self._extend_references()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are, the null block included."""
-        return len(self._references)
+        """Blocks in the leased slabs, owned or free."""
+        return len(self._num_used_in) * self.plan.blocks_per_lease
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns, the null block not counted."""
-        return len(self._free)
+        """Blocks of leased slabs that nobody owns: they are to be had without leasing another slab."""
+        return self._num_free
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one owner."""
-        return self.num_blocks - 1 - self.num_free
+        return self.num_blocks - self._num_free
 
     @property
     def references(self) -> np.ndarray:
-        """(num_blocks,), int32: owners of each block. A read-only view."""
+        """(num_blocks of the whole arena,), int32: owners of each block. A read-only view.
+
+        A block in a slab that is not leased to this group has none.
+        """
         view = self._references.view()
         view.setflags(write=False)
         return view
 
-    def grow(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks in all, the null block included; the ids in use stay valid."""
-        added = range(self.num_blocks, num_blocks)
-        self._references = np.concatenate((self._references, np.zeros(len(added), dtype=np.int32)))
-        for block_id in added:
-            heapq.heappush(self._free, block_id)
+    @property
+    def leases(self) -> dict[int, int]:
+        """Each lease, and how many of its blocks have an owner. A copy."""
+        return dict(self._num_used_in)
 
-    def shrink(self) -> int:
-        """Drop the free blocks above the highest one in use; return how many blocks there are now."""
-        used = np.flatnonzero(self._references)
-        keep = int(used[-1]) + 1 if len(used) else 1
-        self._references = self._references[:keep].copy()
-        self._free = [block_id for block_id in self._free if block_id < keep]
-        heapq.heapify(self._free)
-        return keep
+    def free_blocks(self) -> list[int]:
+        """The free blocks of all leased slabs."""
+        return [int(block_id) for lease in self._num_used_in for block_id in self._free_in(lease)]
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, lowest first, each with one owner.
+    def leases_for(self, count: int, freed: np.ndarray | None = None) -> tuple[int, list[int]]:
+        """What allocating would do to the slabs.
+
+        Args:
+            count: blocks to allocate.
+            freed: (n,), distinct blocks that will have been given up by their last owner before.
+
+        Returns:
+            Leases to take, and the slabs that will have gone back before they are taken.
+        """
+        freed = np.zeros(0, dtype=np.int64) if freed is None else freed
+        num_free, emptied = self._num_free + len(freed), []
+        if len(freed):
+            leases, counts = np.unique(freed // self.plan.blocks_per_lease, return_counts=True)
+            emptied = [
+                lease
+                for lease, n in zip(leases.tolist(), counts.tolist(), strict=True)
+                if self._num_used_in[lease] == n
+            ]
+            num_free -= len(emptied) * self.plan.blocks_per_lease
+        return self.plan.num_leases(max(0, count - num_free)), slabs_of(self.plan, emptied)
+
+    def allocate(self, count: int, after: int = NULL_BLOCK_ID) -> list[int]:
+        """Take `count` free blocks, each with one owner, leasing slabs as needed.
+
+        Args:
+            count: blocks to take.
+            after: the request's last block. Where the fullest slab has the block behind it, that comes first,
+                so that long requests are few intervals.
 
         Raises:
-            OutOfBlocksError: if fewer are free; nothing is taken.
+            OutOfBlocksError: if there are not so many; nothing is taken.
         """
-        if count > self.num_free:
-            raise OutOfBlocksError(
-                f"group {self.name!r}: {count} blocks are needed and {self.num_free} of {self.num_blocks - 1} are free"
-            )
-        block_ids = [heapq.heappop(self._free) for _ in range(count)]
-        self._references[block_ids] = 1
+        self._check_room(count)
+        block_ids: list[int] = []
+        while len(block_ids) < count:
+            lease = self._fullest(after) if self._num_free else self._lease(after)
+            block_ids += self._take(lease, count - len(block_ids), after)
+            after = block_ids[-1]
         return block_ids
 
-    def share(self, block_ids: Sequence[int]) -> None:
-        """Give each block one more owner."""
-        self._check_owned(block_ids)
-        np.add.at(self._references, np.asarray(block_ids, dtype=np.int64), 1)
+    def share(self, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Give each block one more owner.
 
-    def free(self, block_ids: Iterable[int]) -> list[int]:
-        """Give up one ownership of each block; return the blocks that nobody owns any more.
+        Raises:
+            KVGroupsError: if one of them has none; nothing is shared.
+        """
+        ids, counts = self._owned(block_ids)
+        self._references[ids] += counts
 
-        Null entries, as window tables hold them, are passed over.
+    def free(self, block_ids: Sequence[int] | np.ndarray) -> list[int]:
+        """Give up one ownership of each block; return, ascending, the blocks that nobody owns any more.
+
+        Null entries, as window tables hold them, are passed over. A slab without owned blocks goes back.
 
         Raises:
             KVGroupsError: if a block has fewer owners than it is named times; nothing is freed.
         """
-        owned = [int(block_id) for block_id in block_ids if block_id != NULL_BLOCK_ID]
-        self._check_owned(owned)
-        for block_id, count in Counter(owned).items():
-            if count > self._references[block_id]:
-                raise KVGroupsError(
-                    f"group {self.name!r}: block {block_id} has {self._references[block_id]} owners, "
-                    f"so it cannot be freed {count} times"
-                )
-        released = []
-        for block_id in owned:
-            self._references[block_id] -= 1
-            if self._references[block_id] == 0:
-                heapq.heappush(self._free, block_id)
-                released.append(block_id)
-        return released
+        named = np.asarray(block_ids, dtype=np.int64)
+        ids, counts = self._owned(named[named != NULL_BLOCK_ID])
+        left = self._references[ids] - counts
+        if len(left) and left.min() < 0:
+            at = int(np.argmin(left))
+            raise KVGroupsError(
+                f"group {self.plan.name!r}: block {ids[at]} has {self._references[ids[at]]} owners, "
+                f"so it cannot be freed {counts[at]} times"
+            )
+        self._references[ids] = left
+        released = ids[left == 0]
+        self._num_free += len(released)
+        if len(released):
+            leases, numbers = np.unique(released // self.plan.blocks_per_lease, return_counts=True)
+            for lease, number in zip(leases.tolist(), numbers.tolist(), strict=True):
+                self._note(lease, self._num_used_in[lease] - number)
+        return released.tolist()
 
-    def _check_owned(self, block_ids: Sequence[int]) -> None:
-        for block_id in block_ids:
-            if not 0 < block_id < self.num_blocks or self._references[block_id] == 0:
-                raise KVGroupsError(
-                    f"group {self.name!r}: block {block_id} has no owner, so it can be neither freed nor shared"
+    # Leases
+
+    def _check_room(self, count: int) -> None:
+        name, used = self.plan.name, self.num_used
+        if self.max_blocks is not None and used + count > self.max_blocks:
+            raise OutOfBlocksError(
+                f"group {name!r}: {count} blocks are needed and {self.max_blocks - used} of {self.max_blocks} are free"
+            )
+        if count > self._num_free:
+            leases, _ = self.leases_for(count)
+            need = (0, leases) if self.plan.is_run else (leases, 0)
+            if self._slabs.size_for(*need) > self._slabs.num_slabs:
+                raise OutOfBlocksError(
+                    f"group {name!r}: {count} blocks are needed, {self._num_free} are free in its slabs, and "
+                    f"{self._slabs.num_free} of {self._slabs.num_slabs} slabs are free"
                 )
+
+    def _lease(self, after: int) -> int:
+        lease = self._slabs.lease(self.plan, after // self.plan.blocks_per_lease)
+        self._extend_references()
+        self._num_used_in[lease] = 0
+        self._num_free += self.plan.blocks_per_lease
+        return lease
+
+    def _extend_references(self) -> None:
+        """As many as the arena has blocks of this group's size: it may have grown."""
+        missing = self._slabs.num_slabs // self.plan.slabs_per_lease * self.plan.blocks_per_lease
+        missing -= len(self._references)
+        if missing > 0:
+            self._references = np.concatenate((self._references, np.zeros(missing, dtype=np.int32)))
+
+    def _fullest(self, after: int) -> int:
+        """The lease with the fewest free blocks; of equals, the one with the block behind `after`, or the lowest."""
+        while not self._is_fresh(*self._open[0]):
+            heapq.heappop(self._open)
+        num_free, lease = self._open[0]
+        wanted = (after + 1) // self.plan.blocks_per_lease
+        extends = self._is_fresh(num_free, wanted) and self._references[after + 1] == 0
+        return wanted if extends else lease
+
+    def _is_fresh(self, num_free: int, lease: int) -> bool:
+        used = self._num_used_in.get(lease)
+        return used is not None and self.plan.blocks_per_lease - used == num_free
+
+    def _take(self, lease: int, count: int, after: int) -> list[int]:
+        free = self._free_in(lease)
+        behind = int(np.searchsorted(free, after + 1))
+        chosen = np.concatenate((free[behind:], free[:behind]))[:count]
+        self._references[chosen] = 1
+        self._num_free -= len(chosen)
+        self._note(lease, self._num_used_in[lease] + len(chosen))
+        return chosen.tolist()
+
+    def _free_in(self, lease: int) -> np.ndarray:
+        start = lease * self.plan.blocks_per_lease
+        return start + np.flatnonzero(self._references[start : start + self.plan.blocks_per_lease] == 0)
+
+    def _note(self, lease: int, num_used: int) -> None:
+        """Set how many blocks of a lease have an owner: one that has none goes back, one that is not full is open."""
+        if num_used == 0:
+            del self._num_used_in[lease]
+            self._num_free -= self.plan.blocks_per_lease
+            self._slabs.release(self.plan, lease)
+            return
+        self._num_used_in[lease] = num_used
+        num_free = self.plan.blocks_per_lease - num_used
+        if num_free:
+            if len(self._open) > 4 * len(self._num_used_in) + 16:
+                self._open = [entry for entry in set(self._open) if self._is_fresh(*entry)]
+                heapq.heapify(self._open)
+            heapq.heappush(self._open, (num_free, lease))
+
+    def _owned(self, block_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct blocks and how often each is named, or an error for one that nobody owns."""
+        ids, counts = np.unique(np.asarray(block_ids, dtype=np.int64), return_counts=True)
+        is_known = (ids > 0) & (ids < len(self._references))
+        is_known[is_known] = self._references[ids[is_known]] > 0
+        if not is_known.all():
+            raise KVGroupsError(
+                f"group {self.plan.name!r}: block {ids[~is_known][0]} has no owner, "
+                "so it can be neither freed nor shared"
+            )
+        return ids, counts

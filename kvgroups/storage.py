@@ -1,63 +1,54 @@
-"""The bytes behind one KV-cache group, and each layer's view of them."""
+"""One KV-cache group's bytes in the arena, and each layer's view of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from kvgroups.arena import Arena
 from kvgroups.constants import NULL_BLOCK_ID
+from kvgroups.slab_plan import GroupPlan
 from kvgroups.specs import GroupConfig
 
 
 class GroupStorage:
-    """One byte tensor (num_blocks, block_bytes), cut into views at one stride.
+    """The arena, seen as blocks of one group.
 
     A block holds one logical block of tokens, or one request's states, for all layers of the group. So a
-    layer's K, V or state is a view whose first index is the block id and whose first stride is the block's
-    size, whatever lies between.
+    layer's K, V or state is a view whose first index is the block id and whose first stride is the plan's,
+    whatever lies between. The view covers the whole arena: which of its blocks are the group's own, the block
+    pool knows.
 
     Args:
         group: the group's config.
-        device: where the bytes live.
+        plan: how the group cuts the arena.
+        arena: the bytes, shared with the other groups.
     """
 
-    def __init__(self, group: GroupConfig, device: torch.device | str) -> None:
+    def __init__(self, group: GroupConfig, plan: GroupPlan, arena: Arena) -> None:
         self.group = group
-        self.device = torch.device(device)
-        self.block_bytes = group.block_bytes
-        self._bytes = torch.empty((0, self.block_bytes), dtype=torch.uint8, device=self.device)
+        self.plan = plan
+        self._arena = arena
+        self._viewed = arena.bytes
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        self.resize(1)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are bytes for, the null block included."""
-        return self._bytes.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are allocated, the null block included."""
-        return self._bytes.numel()
-
-    def resize(self, num_blocks: int) -> None:
-        """Have bytes for `num_blocks` blocks; what both sizes hold is kept, what is new is uninitialised.
-
-        Views that were handed out before stay on the old bytes: take them anew.
-        """
-        old = self._bytes
-        self._bytes = torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, device=self.device)
-        kept = min(num_blocks, old.shape[0])
-        self._bytes[:kept] = old[:kept]
-        if kept == 0:
-            self._bytes[NULL_BLOCK_ID] = 0
-        self._views.clear()
+        """Blocks of this group's size in the whole arena, the null block included."""
+        return self._arena.num_slabs // self.plan.slabs_per_lease * self.plan.blocks_per_lease
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The views of cache layer `index`: `{"key": ..., "value": ...}` or its states by name.
 
         Returns:
-            Tensors (num_blocks, *shape) of the spec's dtype on the storage's device, strided: contiguous
-            inside a block, `block_bytes` apart between blocks. They cannot be flattened over blocks.
+            Tensors (num_blocks, *shape) of the spec's dtype on the arena's device, strided: contiguous inside a
+            block, `stride_bytes` apart between blocks. They cannot be flattened over blocks. When the arena
+            grows they stay on the old bytes: take them anew for each forward.
         """
+        if self._viewed is not self._arena.bytes:
+            self._viewed = self._arena.bytes
+            self._views.clear()
         if index not in self._views:
             self._views[index] = {
                 name: self._view(offset, tensor.shape, getattr(torch, tensor.dtype))
@@ -66,18 +57,26 @@ class GroupStorage:
         return self._views[index]
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        elements = self._bytes.view(-1).view(dtype)
         strides = torch.empty(shape, device="meta").stride()
-        return elements.as_strided(
+        return self._arena.bytes.view(dtype).as_strided(
             (self.num_blocks, *shape),
-            (self.block_bytes // dtype.itemsize, *strides),
+            (self.plan.stride_bytes // dtype.itemsize, *strides),
             offset // dtype.itemsize,
         )
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all layers' bytes of one block to another."""
-        self._bytes[target] = self._bytes[source]
+        self._block(target).copy_(self._block(source))
 
-    def fill(self, block_ids: list[int], byte: int) -> None:
-        """Overwrite whole blocks; 0xFF reads as NaN in every float dtype. For tests."""
-        self._bytes[block_ids] = byte
+    def fill(self, block_ids: Sequence[int], byte: int) -> None:
+        """Overwrite whole blocks; 0xFF reads as NaN in every float dtype. For tests.
+
+        The null block of a group of runs has no bytes of its own and is passed over.
+        """
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK_ID or not self.plan.is_run:
+                self._block(block_id).fill_(byte)
+
+    def _block(self, block_id: int) -> torch.Tensor:
+        start = block_id * self.plan.stride_bytes
+        return self._arena.bytes[start : start + self.plan.block_bytes]

@@ -7,6 +7,8 @@ import inspect
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvgroups.constants import NULL_BLOCK_ID
+
 
 @torch.no_grad()
 def oracle_logits(model: PreTrainedModel, token_ids: list[int] | torch.Tensor) -> torch.Tensor:
@@ -24,16 +26,17 @@ def oracle_logits(model: PreTrainedModel, token_ids: list[int] | torch.Tensor) -
 
 
 def poison_free_blocks(model: PreTrainedModel) -> None:
-    """Fill every block and state slot that nobody owns with NaN, the null blocks too.
+    """Fill every block and state slot that nobody owns with NaN, the null blocks and the free slabs too.
 
     Args:
         model: patched. Whatever it computes afterwards is NaN if it reads a block that it does not own.
     """
     context = model.__dict__["_kvgroups"].context
+    manager = context.manager
     for group in context.config.groups:
-        references = context.manager.pool(group.name).references
-        free = [block_id for block_id, count in enumerate(references) if count == 0]
-        context.manager.storage(group.name).fill(free, 0xFF)
+        free = manager.pool(group.name).free_blocks()
+        manager.storage(group.name).fill([NULL_BLOCK_ID, *free], 0xFF)
+    manager.arena.fill(manager.slabs.free_slabs(), 0xFF)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvgroups.block_table import MultiGroupBlockTable
@@ -24,7 +23,8 @@ ONE_FLOAT = {"num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
 
 
 def make_group(layer: int, name: str, sizes: tuple[int, ...]) -> GroupConfig:
-    """The group `name`, which begins with its kind: "full" (B,), "window" and "ring" (W, B), "chunk" (C, B)."""
+    """The group `name`, which begins with its kind: "full" (B,), "window" and "ring" (W, B), "chunk" (C, B),
+    "state" () or (floats,)."""
     kind = name.partition("_")[0]
     common: dict[str, Any] = {"name": name, "layers": [layer], "layout": "NHD"}
     match kind, sizes:
@@ -37,14 +37,16 @@ def make_group(layer: int, name: str, sizes: tuple[int, ...]) -> GroupConfig:
         case "chunk", (chunk, block_size):
             spec = ChunkedAttentionSpec(chunk_size=chunk, **ONE_FLOAT)
             return GroupConfig(spec=spec, block_size=block_size, **common)
-        case "state", ():
-            states = [StateTensor(name="recurrent", shape=(1,), dtype="float32")]
+        case "state", _:
+            states = [StateTensor(name="recurrent", shape=sizes or (1,), dtype="float32")]
             return GroupConfig(spec=MambaSpec(states=states), **common)
     raise ValueError(f"{name}: {sizes}")
 
 
 class Bench:
     """A manager, one table and the requests in its rows.
+
+    Blocks are 256 bytes unless a test asks for more, and slabs four of the largest: slab 1 holds blocks 4 to 7.
 
     Args:
         groups: sizes by group name, as `make_group` takes them: `{"full": (16,), "window": (10, 4), "state": ()}`.
@@ -81,13 +83,14 @@ class Bench:
     def num_used(self) -> dict[str, int]:
         return {group.name: self.manager.pool(group.name).num_used for group in self.config.groups}
 
-    def snapshot(self) -> list[list[int]]:
-        """Everything that a refused call must leave alone: tables, counts and owners. An idle pool may shrink."""
-        arrays = []
+    def snapshot(self) -> list[object]:
+        """Everything that a refused call must leave alone: tables, counts, owners of blocks and of slabs."""
+        parts: list[object] = [dict(enumerate(self.manager.slabs.owners))]
         for name, table in self.tables.tables.items():
-            owners = np.trim_zeros(self.manager.pool(name).references, "b")
-            arrays += [table.table, table.num_blocks_per_row, owners]
-        return [array.tolist() for array in arrays]
+            parts += [table.table.tolist(), table.num_blocks_per_row.tolist()]
+            parts += [dict(enumerate(self.manager.pool(name).references.tolist())), self.manager.pool(name).leases]
+        # What nobody has is left out: an arena may grow.
+        return [{k: v for k, v in part.items() if v} if isinstance(part, dict) else part for part in parts]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgroups.errors import OutOfBlocksError
-from kvgroups.specs import KVGroupsConfig
 
 sizes = st.integers(1, 12)
 block_sizes = st.integers(1, 6)
@@ -98,21 +97,27 @@ def test_padded_requests_that_are_admitted_run_to_the_end(make_bench, groups, wo
     run(bench, *workload)
 
 
-@given(groups=groups, workload=workloads())
+@given(groups=groups, workload=workloads(), max_rewind=st.integers(0, 5), state_floats=st.sampled_from([1, 1280]))
 @settings(max_examples=120, deadline=None)
-def test_a_budget_of_exactly_the_need_is_enough_and_one_byte_less_is_refused(make_bench, groups, workload):
+def test_a_budget_of_exactly_the_need_is_enough_and_one_byte_less_is_refused(
+    make_bench, groups, workload, max_rewind, state_floats
+):
+    """Several groups in one arena, with states that share slabs with tokens or take runs of five slabs."""
+    groups = {name: (state_floats,) if name == "state" else sizes for name, sizes in groups.items()}
     paddings, prompt_len, max_len, chunk_size = workload
     workload = [0] * len(paddings), prompt_len, max_len, chunk_size
-    peaks = run(make_bench(groups), *workload)
-    config: KVGroupsConfig = make_bench(groups).config
-    need = sum((peaks[group.name] + 1) * group.block_bytes for group in config.groups)  # and the null blocks
+    free = make_bench(groups, max_rewind=max_rewind)
+    peaks = run(free, *workload)
+    plan = free.manager.plan
+    need = plan.num_slabs({name: max(1, peak) for name, peak in peaks.items()}) * plan.slab_bytes
 
-    bench = make_bench(groups, memory=need)
+    bench = make_bench(groups, max_rewind=max_rewind, memory=need)
     assert is_admitted(bench, *workload)
     assert run(bench, *workload) == peaks
-    assert bench.manager.usage().allocated_bytes <= need
-    if any(peaks.values()):
-        assert not is_admitted(make_bench(groups, memory=need - 1), *workload)
+    assert bench.manager.usage().allocated_bytes == need
+    if need > plan.num_slabs(dict.fromkeys(groups, 1)) * plan.slab_bytes:
+        short = make_bench(groups, max_rewind=max_rewind, memory=need - 1)
+        assert not is_admitted(short, *workload)
 
 
 def test_a_refusal_names_the_group_the_need_and_what_there_is(make_bench):
@@ -129,13 +134,15 @@ def test_a_refusal_names_the_group_the_need_and_what_there_is(make_bench):
 
 
 def test_a_refusal_in_bytes_names_the_largest_group(make_bench):
-    bench = make_bench({"full": (16,), "state": ()}, memory=2048)
-    bench.manager.check_fits(1, 30, 80)  # 5 + 1 blocks of full attention, 1 + 1 states, of 256 bytes
+    """Slabs of four blocks of 256 bytes: 5 blocks of full attention, one state and the null slab take 4."""
+    bench = make_bench({"full": (16,), "state": ()}, memory=4 * 1024)
+    bench.manager.check_fits(1, 30, 128)
     with pytest.raises(
         OutOfBlocksError,
-        match=r"memory: 1 requests of up to 81 tokens need 2304 bytes \(group 'full': 1792\)",
+        match=r"memory: 1 requests of up to 129 tokens need 5 slabs of 1024 bytes \(group 'full': 9 blocks\) and there "
+        "are 4; give more memory, or fewer or shorter requests",
     ):
-        bench.manager.check_fits(1, 30, 81)
+        bench.manager.check_fits(1, 30, 129)
 
 
 def test_pools_without_a_limit_admit_everything(make_bench):

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from kvgroups.arena import Arena
 from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
-from kvgroups.storage import GroupStorage
 
 ALL_KINDS = {"full": (16,), "window": (10, 4), "ring": (10, 4), "chunk": (8, 4), "state": ()}
 
@@ -91,14 +91,14 @@ def test_chunked_attention_stores_its_own_chunk(make_bench, sizes, num_tokens, p
 def test_full_attention_stores_everything(make_bench):
     bench = make_bench({"full": (16,)})
     request = bench.open(0, 35)
-    assert bench.row(request, "full") == [1, 2, 3]
+    assert bench.row(request, "full") == [4, 5, 6]
     bench.step(request, 13)
-    assert bench.row(request, "full") == [1, 2, 3]  # 48 tokens fill three blocks
+    assert bench.row(request, "full") == [4, 5, 6]  # 48 tokens fill three blocks
     bench.step(request, 1)
-    assert bench.row(request, "full") == [1, 2, 3, 4]
+    assert bench.row(request, "full") == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("group", "row"), [("ring", [1, 2, 3]), ("state", [1])])
+@pytest.mark.parametrize(("group", "row"), [("ring", [4, 5, 6]), ("state", [4])])
 def test_rings_and_states_are_owned_for_life(make_bench, group, row):
     bench = make_bench({group: ALL_KINDS[group]})
     request = bench.open(0)
@@ -304,13 +304,13 @@ def contents(bench, request) -> dict[str, list[list[float]]]:
 @pytest.mark.parametrize(
     ("group", "num_tokens", "parent", "child"),
     [
-        pytest.param("full", 40, [1, 2, 3], [1, 2, 4], id="full: the partial tail is copied"),
-        pytest.param("full", 32, [1, 2], [1, 2], id="full: on a block edge nothing is copied"),
-        pytest.param("full", 5, [1], [2], id="full: within the first block"),
-        pytest.param("window", 30, [0, 0, 0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 0, 1, 2, 4], id="window"),
-        pytest.param("window", 32, 5 * [0] + [0, 1, 2], 5 * [0] + [0, 1, 2], id="window on a block edge"),
-        pytest.param("ring", 40, [1, 2, 3], [4, 5, 6], id="ring: every block is written to again"),
-        pytest.param("state", 40, [1], [2], id="state: the running state is written to again"),
+        pytest.param("full", 40, [4, 5, 6], [4, 5, 7], id="full: the partial tail is copied"),
+        pytest.param("full", 32, [4, 5], [4, 5], id="full: on a block edge nothing is copied"),
+        pytest.param("full", 5, [4], [5], id="full: within the first block"),
+        pytest.param("window", 30, [0, 0, 0, 0, 0, 4, 5, 6], [0, 0, 0, 0, 0, 4, 5, 7], id="window"),
+        pytest.param("window", 32, 5 * [0] + [0, 4, 5], 5 * [0] + [0, 4, 5], id="window on a block edge"),
+        pytest.param("ring", 40, [4, 5, 6], [7, 8, 9], id="ring: every block is written to again"),
+        pytest.param("state", 40, [4], [5], id="state: the running state is written to again"),
         pytest.param("full", 0, [], [], id="nothing computed"),
     ],
 )
@@ -352,7 +352,7 @@ def test_forks_go_their_own_ways(make_bench):
     assert bench.row(parent, "full")[0] == bench.row(child, "full")[0]
     for group in ALL_KINDS:
         own = set(bench.row(parent, group)) & set(bench.row(child, group)) - {0}
-        assert own == ({1} if group == "full" else set()), group
+        assert own == (set(bench.row(parent, group)[:1]) if group == "full" else set()), group
 
 
 def test_a_window_block_that_forks_share_is_free_when_both_have_passed_it(make_bench):
@@ -400,88 +400,84 @@ def test_pools_without_a_limit_grow_and_keep_what_they_hold(make_bench):
 
 
 def test_a_growing_answer_moves_bytes_a_few_times_only(make_bench, monkeypatch):
-    resizes = []
-    resize = GroupStorage.resize
-    monkeypatch.setattr(GroupStorage, "resize", lambda self, n: (resizes.append(n), resize(self, n))[1])
+    sizes = []
+    grow = Arena.grow
+    monkeypatch.setattr(Arena, "grow", lambda self, n: (sizes.append(n), grow(self, n))[1])
     bench = make_bench({"full": (1,)}, max_model_len=1024)
     request = bench.open(0)
     for _ in range(1024):
         bench.step(request, 1)
-    assert len(resizes) < 25  # half as much again each time
-    assert bench.manager.usage().groups[0].num_blocks < 2 * 1024
+    assert len(sizes) < 20  # half as much again each time
+    assert bench.manager.arena.num_slabs < 2 * 1024 / 4
 
 
-def test_a_cap_in_blocks_does_not_count_the_null_block(make_bench):
-    bench = make_bench({"full": (16,)}, memory={"full": 2})
-    assert bench.manager.usage().groups[0].num_blocks == 2
+def test_a_cap_in_blocks_is_the_groups_own(make_bench):
+    bench = make_bench({"full": (16,), "window": (8, 4)}, memory={"full": 2, "window": 9})
     bench.open(0, 32)
     with pytest.raises(OutOfBlocksError, match="group 'full': 1 blocks are needed and 0 of 2 are free"):
         bench.open(1, 1)
+    bench.manager.check()
 
 
-def test_a_cap_in_bytes_is_kept_to_the_byte(make_bench):
-    group_bytes = 256  # 16 tokens of two floats are 128 bytes, a block is a multiple of 256
-    for memory, fits in ((4 * group_bytes, True), (4 * group_bytes - 1, False)):
+def test_a_cap_in_bytes_is_kept_to_the_slab(make_bench):
+    for memory, fits in ((3 * 1024, True), (3 * 1024 - 1, False)):
         bench = make_bench({"full": (16,)}, memory=memory)
         if fits:
-            bench.open(0, 48)  # three blocks and the null block
+            bench.open(0, 8 * 16)  # two slabs of four blocks, and the null slab
         else:
-            with pytest.raises(OutOfBlocksError, match="group 'full': 3 more blocks .* of 1023 bytes"):
-                bench.open(0, 48)
+            with pytest.raises(
+                OutOfBlocksError,
+                match="group 'full': 8 blocks are needed, with those of other groups 2 slabs and 0 runs of 1, and 1 of "
+                "2 slabs of 1024 bytes are free; give more memory or fewer requests",
+            ):
+                bench.open(0, 8 * 16)
         assert bench.manager.usage().allocated_bytes <= memory
         bench.manager.check()
 
 
-def test_a_cap_that_cannot_hold_the_null_blocks_is_refused_at_once(make_bench):
+def test_a_cap_that_cannot_hold_one_block_of_each_group_is_refused_at_once(make_bench):
     with pytest.raises(
-        OutOfBlocksError, match=r"memory: 511 bytes cannot hold one null block per group \(512"
+        OutOfBlocksError,
+        match=r"memory: 3071 bytes are 2 slabs of 1024, and one block of each group takes 3 \(3072 bytes\)",
     ):
-        make_bench({"full": (16,), "state": ()}, memory=511)
-    make_bench({"full": (16,), "state": ()}, memory=512)
+        make_bench({"full": (16,), "state": ()}, memory=3071)
+    make_bench({"full": (16,), "state": ()}, memory=3072).open(0, 1)
 
 
 def test_a_share_is_a_share_of_the_devices_memory(make_bench, monkeypatch):
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1}.__getitem__)
-    bench = make_bench({"full": (16,)}, memory=0.25)  # 1024 bytes
-    bench.open(0, 48)
-    with pytest.raises(OutOfBlocksError, match="of 1024 bytes"):
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2}.__getitem__)
+    bench = make_bench({"full": (16,)}, memory=0.25)
+    assert bench.manager.usage().allocated_bytes == 2048
+    bench.open(0, 4 * 16)
+    with pytest.raises(OutOfBlocksError, match="0 of 2 slabs of 1024 bytes are free"):
         bench.open(1, 1)
 
 
-def test_an_idle_pool_gives_its_bytes_to_one_that_needs_them(make_bench):
-    """One long request, then many short ones, in a budget that does not hold both groups' peaks."""
-    bench = make_bench({"full": (16,), "state": ()}, memory=12 * 256)
-    long = bench.open(0, 8 * 16)  # 8 blocks, one state and two null blocks: 11 of 12
-    bench.manager.free(long)
-    held = [bench.open(row, 5) for row in range(5)]  # 5 blocks, 5 states and two null blocks
-    assert bench.num_used() == {"full": 5, "state": 5}
-    assert bench.manager.usage().allocated_bytes == 12 * 256
-    before = bench.snapshot()
-    with pytest.raises(OutOfBlocksError, match="and 3072 of 3072 bytes of memory are taken"):
-        bench.step(bench.manager.open(bench.tables, 7), 1)
-    assert bench.snapshot() == before
-    bench.manager.check()
-    for request in held[1:]:
-        bench.manager.free(request)
-    bench.step(held[0], 7 * 16 - 5)
-    bench.manager.check()
-
-
-def test_usage_counts_held_and_allocated_bytes_and_remembers_the_peak(make_bench):
-    bench = make_bench({"full": (16,), "state": ()}, memory={"full": 8, "state": 4})
-    assert bench.manager.usage().allocated_bytes == (9 + 5) * 256
+def test_usage_counts_bytes_by_group_and_request_and_remembers_the_peak(make_bench):
+    """Slabs of 1024 bytes: four blocks of tokens; a state of 5000 bytes is a block of 5120, a run of five."""
+    bench = make_bench({"full": (16,), "state": (1250,)}, memory=16 * 1024)
     request = bench.open(0, 40)
+    twin = bench.manager.fork(request, bench.tables, 3)
     usage = bench.manager.usage()
-    assert [(group.name, group.num_used, group.held_bytes) for group in usage.groups] == [
-        ("full", 3, 768),
-        ("state", 1, 256),
+    assert usage.allocated_bytes == 16 * 1024
+    full, state = usage.groups
+    assert (full.num_used, full.num_cached, full.num_free, full.num_leased_slabs) == (4, 0, 0, 1)
+    assert (full.held_bytes, full.free_bytes, full.leased_bytes, full.waste_bytes) == (1024, 0, 1024, 0)
+    assert (state.num_used, state.num_free, state.num_leased_slabs) == (2, 0, 10)
+    assert (state.held_bytes, state.leased_bytes, state.waste_bytes) == (10240, 10240, 0)
+    assert (usage.held_bytes, usage.leased_bytes, usage.copied_bytes) == (11264, 11264, 256 + 5120)
+    assert [(each.row, each.num_tokens, each.held_bytes, each.shared_bytes) for each in usage.requests] == [
+        (0, 40, {"full": 768, "state": 5120}, {"full": 512, "state": 0}),
+        (3, 40, {"full": 768, "state": 5120}, {"full": 512, "state": 0}),
     ]
     bench.manager.free(request)
+    bench.manager.free(twin)
     usage = bench.manager.usage()
-    assert (usage.held_bytes, usage.peak_held_bytes) == (0, 1024)
+    assert (usage.held_bytes, usage.leased_bytes, usage.peak_held_bytes) == (0, 0, 11264)
+    assert [group.peak_held_bytes for group in usage.groups] == [1024, 10240]
     bench.manager.reset_peak()
     assert bench.manager.usage().peak_held_bytes == 0
-    assert usage.peak_held_bytes == 1024  # an account of one moment
+    assert usage.peak_held_bytes == 11264  # an account of one moment
 
 
 # The checker has teeth
@@ -505,7 +501,27 @@ def plant_a_block_that_nobody_holds(bench, request):
 
 
 def plant_a_lost_free_block(bench, request):
-    bench.manager.pool("full")._free.pop()
+    bench.manager.pool("full")._num_free -= 1
+
+
+def plant_a_block_that_its_slab_does_not_count(bench, request):
+    bench.manager.pool("full")._num_used_in[1] = 2
+
+
+def plant_a_slab_that_two_groups_use(bench, request):
+    bench.manager.pool("window")._num_used_in[1] = 0
+
+
+def plant_a_slab_that_went_back_too_early(bench, request):
+    bench.manager.slabs.release(bench.manager.plan.group("full"), 1)
+
+
+def plant_a_lost_slab(bench, request):
+    bench.manager.slabs._num_free_in_run[0] -= 1
+
+
+def plant_an_arena_without_the_slabs_bytes(bench, request):
+    bench.manager.slabs.grow(bench.manager.slabs.num_slabs + 1)
 
 
 def plant_a_row_past_its_request(bench, request):
@@ -514,7 +530,12 @@ def plant_a_row_past_its_request(bench, request):
 
 def plant_a_hole_in_the_window(bench, request):
     bench.manager.pool("window").free(bench.row(request, "window")[-2:-1])
-    bench.tables["window"].null_range(request.row, 6, 7)
+    bench.tables["window"].null_range(request.row, 8, 9)
+
+
+def plant_a_block_behind_the_window(bench, request):
+    (block_id,) = bench.manager.pool("window").allocate(1)
+    bench.tables["window"]._table[request.row, 5] = block_id
 
 
 def plant_a_stale_tail(bench, request):
@@ -524,21 +545,27 @@ def plant_a_stale_tail(bench, request):
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (plant_a_block_twice, "group 'full': block 1 is in 2 rows and has 1 owners"),
-        (plant_an_owner_too_many, "group 'full': block 1 is in 1 rows and has 2 owners"),
-        (plant_an_owner_too_few, "group 'full': block 1 is in 1 rows and has 0 owners"),
-        (plant_a_block_that_nobody_holds, "group 'full': block 4 is in 0 rows and has 1 owners"),
-        (plant_a_lost_free_block, "group 'full': 3 owned, 5 free and 1 null block of 10"),
+        (plant_a_block_twice, "group 'full': block 4 is in 2 rows and has 1 owners"),
+        (plant_an_owner_too_many, "group 'full': block 4 is in 1 rows and has 2 owners"),
+        (plant_an_owner_too_few, "group 'full': block 4 is in 1 rows and has 0 owners"),
+        (plant_a_block_that_nobody_holds, "group 'full': block 7 is in 0 rows and has 1 owners"),
+        (plant_a_lost_free_block, "group 'full': 3 owned, 0 cached and 0 free blocks, expected 4 in 1 leases"),
+        (plant_a_block_that_its_slab_does_not_count, "group 'full': 3 blocks of slab 1 are owned, and 2 are counted"),
+        (plant_a_slab_that_two_groups_use, "slab 1: used by group 'full' and by group 'window'"),
+        (plant_a_slab_that_went_back_too_early, "slab 1: used by group 'full' and leased to group None"),
+        (plant_a_lost_slab, "slabs: 0 have no owner and -1 are counted as free"),
+        (plant_an_arena_without_the_slabs_bytes, "slabs: 4 in the accounts and bytes for 3"),
         (plant_a_row_past_its_request, "group 'full': row 2 has 4 blocks, expected 3 for 40 tokens"),
-        (plant_a_hole_in_the_window, "group 'window': row 2 has the null block at column 6, .* after 30 tokens"),
+        (plant_a_hole_in_the_window, "group 'window': row 2 has the null block at column 8, .* after 40 tokens"),
+        (plant_a_block_behind_the_window, "group 'window': row 2 still has blocks among the 8 that it gave up"),
         (plant_a_stale_tail, "group 'full': row 2 names blocks behind its 3 blocks"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )  # fmt: skip
 def test_check_sees_a_planted_fault(make_bench, plant, message):
-    groups = {"window": (8, 4)} if "window" in message else {"full": (16,)}
-    bench = make_bench(groups, memory={name: 9 for name in groups})
-    request = bench.open(2, 30 if "window" in message else 40)
+    bench = make_bench({"full": (16,), "window": (8, 4)}, memory={"full": 9, "window": 9})
+    request = bench.open(2, 40)
+    bench.manager.allocate([request], [0])
     bench.manager.check()
     plant(bench, request)
     with pytest.raises(KVGroupsError, match=message):

@@ -21,13 +21,15 @@ from hypothesis.stateful import (
 
 from kvgroups.errors import OutOfBlocksError
 
-GROUPS = {"full": (16,), "window": (10, 4), "window_1": (1, 4), "ring": (10, 4), "chunk": (6, 4), "state": ()}
+GROUPS = {"full": (16,), "window": (10, 4), "window_1": (1, 4), "ring": (10, 4), "chunk": (6, 4), "state": (1280,)}
+"""Slabs of 1 KiB hold four blocks of any group of tokens; a state takes a run of five."""
+
 NUM_ROWS = 4
 MAX_LEN = 120
 
 memories = st.one_of(
     st.none(),
-    st.integers(5_000, 20_000),  # bytes: 6 null blocks of 256 are 1,536
+    st.integers(11, 40).map(lambda slabs: 1024 * slabs + 100),  # bytes: one block of each group takes 11 slabs
     st.fixed_dictionaries({name: st.integers(4, 16) for name in GROUPS}),
 )
 counts = st.one_of(st.integers(1, 3), st.integers(1, 40))
@@ -101,8 +103,23 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
             self.manager.check()
             if not self.requests:
                 assert sum(self.bench.num_used().values()) == 0
+                assert self.manager.usage().leased_bytes == 0
+            self.manager.arena.check_null()
+
+    @invariant()
+    def every_byte_is_accounted_for(self):
+        if hasattr(self, "manager"):
+            usage = self.manager.usage()
+            for group in usage.groups:
+                parts = group.held_bytes + group.cached_bytes + group.free_bytes + group.waste_bytes
+                assert parts == group.leased_bytes == 1024 * group.num_leased_slabs
+                assert group.held_bytes <= group.peak_held_bytes <= usage.peak_held_bytes
+            unleased = 1024 * (self.manager.slabs.num_free + 1)  # the null slab is nobody's
+            assert usage.leased_bytes + unleased == usage.allocated_bytes == self.manager.arena.nbytes
             if isinstance(self.bench.config.memory, int):
-                assert self.manager.usage().allocated_bytes <= self.bench.config.memory
+                assert usage.allocated_bytes == self.bench.config.memory - 100
+            held = {row: self.held_bytes(row) for row in self.requests}
+            assert {request.row: dict(request.held_bytes) for request in usage.requests} == held
 
     @invariant()
     def every_request_reads_its_own_tokens(self):
@@ -155,6 +172,14 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
     def state(self, row):
         (block_id,) = self.bench.row(self.requests[row], "state")
         return int(self.view("state", "recurrent")[block_id, 0])
+
+    def held_bytes(self, row):
+        """Bytes of the blocks in a row, by group."""
+        return {
+            name: sum(block_id != 0 for block_id in self.bench.row(self.requests[row], name))
+            * self.bench.config.group(name).block_bytes
+            for name in GROUPS
+        }
 
     def write(self, row, numbers, overwrites_history):
         """Write as a forward does: tokens without a block are skipped, a ring goes round.

@@ -14,6 +14,7 @@ from kvgroups.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from kvgroups.slab_plan import SlabPlan
 from kvgroups.specs import MambaSpec
 from kvgroups.testing import tiny
 
@@ -236,22 +237,25 @@ class TestGenerate:
     @pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])
     @pytest.mark.parametrize("memory", ["blocks", "bytes"])
     def test_memory_that_is_too_small(self, family, memory):
-        """At the limit it runs; one block less is refused with the group, the need and what there is."""
+        """At the limit it runs; one block or byte less is refused with the group, the need and what there is."""
         model = tiny(family)
-        groups = kvgroups.infer_config(model).groups
-        exact = {"full": 2, "window": 3, "state": 1}  # 13 + 12 tokens: two blocks of 16, a window of 8 in fours
-        need = {group.name: 2 * exact[group.name] for group in groups}
-        nbytes = sum((need[group.name] + 1) * group.block_bytes for group in groups)
+        config = kvgroups.infer_config(model)
+        exact = {"full": 6, "window": 3, "state": 1}  # 13 + 80 tokens: six blocks of 16, a window of 8 in fours
+        need = {group.name: 2 * exact[group.name] for group in config.groups}
+        plan = SlabPlan.for_config(config)
+        slabs = plan.num_slabs(need)
+        nbytes = slabs * plan.slab_bytes
 
         def generate():
-            return model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=12, do_sample=False)
+            return model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=80, do_sample=False)
 
         want = generate()
         kvgroups.patch(model, kvgroups.infer_config(model, memory=need if memory == "blocks" else nbytes))
         assert torch.equal(generate(), want)
         less = {**need, "full": need["full"] - 1} if memory == "blocks" else nbytes - 1
         kvgroups.patch(model, kvgroups.infer_config(model, memory=less))
-        with pytest.raises(OutOfBlocksError, match="'full'.*4.*3" if memory == "blocks" else f"{nbytes}.*{nbytes - 1}"):
+        numbers = "'full'.*12.*11" if memory == "blocks" else f"need {slabs} slabs.*'full'.* there are {slabs - 1};"
+        with pytest.raises(OutOfBlocksError, match=numbers):
             generate()
         assert vars(model)["_kvgroups"].context.manager.usage().held_bytes == 0
 

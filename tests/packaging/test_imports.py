@@ -22,8 +22,14 @@ LAYERS = (
     "patching",
     "cache cached_forward",
     "batch_plan history rows model_adapters",
-    "manager usage",
-    "block_pool prefix_cache storage arena block_table page_index geometry",
+    "manager",
+    "audit room",
+    "group_manager",
+    "request usage demand plan",
+    "schemes",
+    "block_pool prefix_cache hit_rules prefix_hit prefix_tree retention eviction storage",
+    "arena slab_pool block_table page_index geometry",
+    "slab_plan",
     "ops",
     "kernels",
     "specs",
@@ -47,6 +53,7 @@ LIBRARIES_ONLY_IN = {
 
 LIGHT = (
     "kvgroups kvgroups.constants kvgroups.errors kvgroups.geometry kvgroups.block_pool "
+    "kvgroups.slab_plan kvgroups.slab_pool kvgroups.demand kvgroups.usage kvgroups.plan kvgroups.schemes "
     "kvgroups.specs kvgroups.specs.* !kvgroups.specs.probe"
 )
 """Patterns of the modules that are imported without torch; `!` takes one out."""

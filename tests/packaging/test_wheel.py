@@ -99,8 +99,9 @@ def test_wheel_carries_kvgroups_and_nothing_else(wheel: Path, packages: list[str
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"kvgroups", "kvgroups-0.1.0.dist-info"}
     assets = {file.relative_to(root).as_posix() for file in (root / "kvgroups" / "assets").rglob("*.*")}
+    presets = {f"kvgroups/specs/presets/{file.name}" for file in (root / "specs" / "presets").glob("*.json")}
     data = {name for name in names if name.startswith("kvgroups/") and not name.endswith(".py")}
-    assert data == {"kvgroups/py.typed", *(name for name in assets if not name.endswith((".py", ".pyc")))}
+    assert data == {"kvgroups/py.typed", *presets, *(name for name in assets if not name.endswith((".py", ".pyc")))}
     tops = ("kvgroups", "specs", "kernels", "model_adapters")
     sources = [file for top in tops for file in (root / top).rglob("*.py")]
     assert len([name for name in names if name.endswith(".py")]) == len(sources)

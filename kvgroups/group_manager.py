@@ -1,0 +1,228 @@
+"""One KV-cache group's share of the manager: the rows of its tables, its blocks and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvgroups.arena import Arena
+from kvgroups.block_pool import BlockPool
+from kvgroups.constants import NULL_BLOCK_ID
+from kvgroups.demand import GroupDemand, Growth
+from kvgroups.errors import KVGroupsError
+from kvgroups.request import Request
+from kvgroups.slab_plan import GroupPlan
+from kvgroups.slab_pool import SlabPool
+from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
+from kvgroups.storage import GroupStorage
+from kvgroups.usage import GroupUsage
+
+
+class GroupManager:
+    """What every group does alike, with what differs asked of its `GroupDemand`.
+
+    Its calls change one group, so the manager makes them only once it knows that all groups can follow.
+
+    Args:
+        config: the limits.
+        group: the group's config.
+        plan: how the group cuts the arena.
+        slabs: where slabs are leased.
+        arena: the bytes of all groups.
+        max_blocks: the most blocks that may be owned at once; None for as many as the slabs hold.
+    """
+
+    def __init__(
+        self,
+        config: KVGroupsConfig,
+        group: GroupConfig,
+        plan: GroupPlan,
+        slabs: SlabPool,
+        arena: Arena,
+        max_blocks: int | None = None,
+    ) -> None:
+        self.config = group
+        self.name = group.name
+        self.plan = plan
+        self.demand = GroupDemand(config, group)
+        self.pool = BlockPool(plan, slabs, max_blocks)
+        self.storage = GroupStorage(group, plan, arena)
+        self.copied_bytes = 0
+        """Bytes that forks and rewinds have copied since the manager was made."""
+        self.peak_held_bytes = 0
+        """The most bytes of owned blocks at once."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that have an owner."""
+        return self.pool.num_used * self.plan.block_bytes
+
+    def note_peak(self) -> None:
+        """Remember what is held now if it is more than ever before."""
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    def usage(self) -> GroupUsage:
+        """The group's account of this moment."""
+        num_leased = len(self.pool.leases) * self.plan.slabs_per_lease
+        return GroupUsage(
+            name=self.name,
+            block_bytes=self.plan.block_bytes,
+            num_used=self.pool.num_used,
+            num_cached=0,
+            num_free=self.pool.num_free,
+            num_leased_slabs=num_leased,
+            leased_bytes=self.pool.num_blocks * self.plan.stride_bytes,
+            peak_held_bytes=self.peak_held_bytes,
+        )
+
+    # Rows
+
+    def row_blocks(self, request: Request) -> np.ndarray:
+        """(blocks,), int32: the request's row, null entries included. A read-only view."""
+        table = request.tables[self.name]
+        return table.table[request.row, : table.num_blocks_per_row[request.row]]
+
+    def held_blocks(self, request: Request) -> np.ndarray:
+        """(n,), int32: the blocks that the request owns, its checkpoint's slot among them."""
+        blocks = self.row_blocks(request)
+        slots = request.checkpoint.slots if request.checkpoint is not None else {}
+        own = [slots[self.name]] if self.name in slots else []
+        return np.append(blocks[blocks != NULL_BLOCK_ID], np.array(own, dtype=np.int32))
+
+    def _last_block(self, request: Request) -> int:
+        """The block that new ones should follow, so that a long request is few intervals.
+
+        A group that lets blocks go has none: its blocks do better low down than in the way of those that stay.
+        """
+        blocks = self.row_blocks(request)
+        return int(blocks[-1]) if len(blocks) and self.demand.keeps_all else NULL_BLOCK_ID
+
+    # A step
+
+    def growths(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[Request, Growth]]:
+        """What the next `counts[i]` tokens of `requests[i]` need, for those that need anything."""
+        released = [request.num_released.get(self.name, 0) for request in requests]
+        indices = self.demand.changes(
+            np.array([request.num_computed_tokens for request in requests], dtype=np.int64),
+            np.array(counts, dtype=np.int64),
+            [request.max_rewind for request in requests],
+            released,
+        )
+        return [
+            (
+                requests[i],
+                self.demand.growth(
+                    requests[i].num_computed_tokens, counts[i], requests[i].max_rewind, released[i]
+                ),
+            )
+            for i in indices
+        ]
+
+    def freed_by(self, growths: Iterable[tuple[Request, Growth]]) -> np.ndarray:
+        """(n,), int64, ascending: blocks that nobody owns once all these releases are applied."""
+        named = [self.row_blocks(request)[growth.release] for request, growth in growths if growth.release]
+        if not named:
+            return np.zeros(0, dtype=np.int64)
+        ids, counts = np.unique(np.concatenate(named).astype(np.int64), return_counts=True)
+        return ids[self.pool.references[ids] == counts]  # the null block has no owner to begin with
+
+    def release(self, growths: Iterable[tuple[Request, Growth]]) -> None:
+        """Give up what no query sees any more, of all rows at once: slabs that empty go back."""
+        releases = [(request, growth.release) for request, growth in growths if growth.release]
+        if not releases:
+            return
+        self.pool.free(np.concatenate([self.row_blocks(request)[which] for request, which in releases]))
+        for request, which in releases:
+            request.tables[self.name].null_range(request.row, which.start, which.stop)
+            request.num_released[self.name] = which.stop
+
+    def append(self, growths: Iterable[tuple[Request, Growth]]) -> None:
+        """Give every row its new blocks."""
+        for request, growth in growths:
+            if growth.append:
+                fresh = iter(self.pool.allocate(growth.num_new(), after=self._last_block(request)))
+                blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in growth.append]
+                request.tables[self.name].append_row(request.row, blocks)
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Give up the blocks that `num_tokens` tokens do not need."""
+        keep = self.demand.num_logical_blocks(num_tokens)
+        self.pool.free(self.row_blocks(request)[keep:])
+        request.tables[self.name].truncate_row(request.row, keep)
+        request.num_released[self.name] = min(request.num_released.get(self.name, 0), keep)
+
+    # Forks
+
+    def private_columns(self, request: Request) -> list[int]:
+        """Columns that a fork must copy: the partial tail, a ring's blocks, the running state."""
+        blocks = self.row_blocks(request)
+        full = request.num_computed_tokens // self.config.block_size
+        first = 0 if self.config.is_state or self.demand.ring_blocks else full
+        return [column for column in range(first, len(blocks)) if blocks[column] != NULL_BLOCK_ID]
+
+    def fork_row(self, request: Request, copied: Sequence[int]) -> np.ndarray:
+        """(blocks,), int32: a row that shares the request's blocks but for copies of the columns `copied`."""
+        blocks = self.row_blocks(request).copy()
+        shared = np.delete(blocks, copied)
+        self.pool.share(shared[shared != NULL_BLOCK_ID])
+        fresh = self.pool.allocate(len(copied), after=self._last_block(request))
+        for column, block_id in zip(copied, fresh, strict=True):
+            self.copy_block(int(blocks[column]), block_id)
+            blocks[column] = block_id
+        return blocks
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block's bytes, and count them."""
+        self.storage.copy_block(source, target)
+        self.copied_bytes += self.plan.block_bytes
+
+    # Going back
+
+    def check_window(self, request: Request, base: int, max_rewind: int) -> None:
+        """Raise unless the group still holds what a query after `base` tokens sees.
+
+        Args:
+            request: the request.
+            base: tokens that it would go back to.
+            max_rewind: what it could have gone back, for the message.
+        """
+        spec, size = self.config.spec, self.config.block_size
+        if isinstance(spec, MambaSpec):
+            return
+        if self.demand.ring_blocks:
+            kept = request.num_computed_tokens - self.demand.ring_blocks * size
+            is_kept = base == request.num_computed_tokens or kept <= spec.first_visible(base)
+        else:
+            blocks = self.row_blocks(request)
+            needed = blocks[spec.first_visible(base) // size : self.demand.num_logical_blocks(base)]
+            is_kept = bool((needed != NULL_BLOCK_ID).all())
+        if not is_kept:
+            raise KVGroupsError(
+                f"rewind: group {self.name!r} has let go of tokens that a query after {base} tokens sees; "
+                f"raise max_rewind (now {max_rewind}) before the tokens are fed"
+            )
+
+    def has_shared_tail(self, request: Request, base: int) -> bool:
+        """Whether another request holds the block that this one would write to at `base` tokens."""
+        if self.config.is_state or self.demand.ring_blocks or base % self.config.block_size == 0:
+            return False
+        return bool(self.pool.references[self.row_blocks(request)[base // self.config.block_size]] > 1)
+
+    def own_tail(self, request: Request) -> None:
+        """Replace the last block of a row, which others share, by a copy."""
+        blocks = self.row_blocks(request)
+        column, shared = len(blocks) - 1, int(blocks[-1])
+        (own,) = self.pool.allocate(1, after=int(blocks[-2]) if column else NULL_BLOCK_ID)
+        self.copy_block(shared, own)
+        self.pool.free([shared])
+        request.tables[self.name].truncate_row(request.row, column)
+        request.tables[self.name].append_row(request.row, [own])
+
+    def restore_state(self, request: Request) -> None:
+        """Make the checkpoint's slot the running one."""
+        assert request.checkpoint is not None
+        self.pool.free(self.row_blocks(request))
+        request.tables[self.name].truncate_row(request.row, 0)
+        if self.name in request.checkpoint.slots:
+            request.tables[self.name].append_row(request.row, [request.checkpoint.slots[self.name]])

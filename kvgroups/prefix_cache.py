@@ -1,0 +1,382 @@
+"""Which prefixes are cached, in which blocks of every KV-cache group, and how far a new prompt can use them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvgroups.constants import NULL_BLOCK_ID
+from kvgroups.errors import KVGroupsError, ShapeError
+from kvgroups.eviction import CachedBlock, EvictionPolicy, EvictionQueue
+from kvgroups.hit_rules import RingRule, SnapshotRule, TokenRule, hit_rule, hit_unit
+from kvgroups.prefix_hit import Limit, PrefixHit, PrefixStats
+from kvgroups.prefix_tree import Cursor, Extra, Node, PrefixTree, as_ids
+from kvgroups.specs import KVGroupsConfig
+
+
+class PrefixCache:
+    """What is known of the content of blocks, in every group, and in which order it may be forgotten.
+
+    Who owns a block is the pool's business. A filed block that loses its last owner is `release`d: it stays
+    findable until someone `evict`s it, because its bytes are needed, or `claim`s it for a hit.
+
+    Args:
+        config: the groups.
+        policy: the order of eviction.
+    """
+
+    def __init__(self, config: KVGroupsConfig, policy: EvictionPolicy | None = None) -> None:
+        self.config = config
+        self.stats = PrefixStats()
+        units = [hit_unit(group) for group in config.groups]
+        self.unit = math.lcm(*units)
+        """Tokens between two lengths at which a prefix can be resumed in all groups."""
+        step = math.gcd(*units)
+        self._tree = PrefixTree(step)  # every block of every group ends at a node
+        self._rules = {group.name: hit_rule(group, self.unit, step) for group in config.groups}
+        self._queue = EvictionQueue(policy)
+        self._nodes: dict[str, dict[int, Node]] = {name: {} for name in self._rules}
+        self._tick = 0
+        self._version: Hashable = None
+        self._has_warned = False
+
+    @property
+    def is_shareable(self) -> bool:
+        """Whether any prefix can ever be reused: not where a group is a ring."""
+        return not any(isinstance(rule, RingRule) for rule in self._rules.values())
+
+    @property
+    def needs_retention(self) -> bool:
+        """Whether there are windows or states, which can be resumed only where something was kept."""
+        return not all(isinstance(rule, TokenRule) and rule.is_full for rule in self._rules.values())
+
+    @property
+    def num_collisions(self) -> int:
+        """Steps that had the hash of other tokens. They were neither filed nor served."""
+        return self._tree.num_collisions
+
+    # Finding
+
+    def match(
+        self, token_ids: Sequence[int] | np.ndarray, extra: Extra = None, version: Hashable = None
+    ) -> PrefixHit:
+        """The longest prefix that every group can serve. Changes nothing but the counters.
+
+        Each group in turn says how far it can go within what the others left, until nobody takes more: full
+        attention needs every block, a window the blocks that its last W - 1 tokens lie in, a state a snapshot at
+        exactly that length.
+
+        Args:
+            token_ids: (num_tokens,), integers: the prompt.
+            extra: what else the cached values depend on.
+            version: what identifies the model's parameters; see `note_version`.
+
+        Raises:
+            ShapeError: `token_ids` is no list of integers, or `extra` no key.
+        """
+        self.note_version(version)
+        self._warn_if_useless()
+        ids = as_ids(token_ids)
+        nodes = self._tree.find(ids, extra)
+        # The last token is always computed: its logits are what the prompt was sent for.
+        wanted = self._on_grid(max(0, len(ids) - 1))
+        num_known = len(nodes) * self._tree.step
+        num_tokens = min(wanted, self._on_grid(num_known))
+        limits = []
+        if num_tokens < wanted:
+            limits.append(Limit(None, wanted, num_tokens, f"the tokens from {num_known} on are not cached"))
+        num_seen = num_tokens
+        limits += self._limits(nodes, num_seen)
+        num_tokens = limits[-1].num_tokens if limits else num_seen
+        hit = PrefixHit(
+            num_tokens=num_tokens,
+            num_prompt_tokens=len(ids),
+            blocks={name: rule.blocks(nodes, num_tokens) for name, rule in self._rules.items()},
+            limits=tuple(limits),
+            branch_point=num_seen if num_seen > num_tokens and self.needs_retention else None,
+            node=nodes[num_tokens // self._tree.step - 1] if num_tokens else None,
+        )
+        self._count(hit)
+        return hit
+
+    def _limits(self, nodes: Sequence[Node], num_tokens: int) -> list[Limit]:
+        """What the groups take from a prefix, in turn, until all of them agree."""
+        limits: list[Limit] = []
+        changed = True
+        while changed:
+            changed = False
+            for name, rule in self._rules.items():
+                got, reason = rule.longest(nodes, num_tokens)
+                if got < num_tokens:
+                    limits.append(Limit(name, num_tokens, got, reason))
+                    num_tokens, changed = got, True
+        return limits
+
+    def _count(self, hit: PrefixHit) -> None:
+        self.stats.num_queries += 1
+        self.stats.num_query_tokens += hit.num_prompt_tokens
+        self.stats.num_hit_tokens += hit.num_tokens
+        if hit.limited_by is not None:
+            self.stats.limited_by[hit.limited_by] += 1
+
+    # Filing
+
+    def open(self, extra: Extra = None, hit: PrefixHit | None = None) -> Cursor:
+        """Where a request starts to be filed: behind what it was served. Close the cursor in the end."""
+        return self._tree.open(extra, None if hit is None else hit.node)
+
+    def fork(self, cursor: Cursor) -> Cursor:
+        """A second cursor at the same place."""
+        return self._tree.fork(cursor)
+
+    def close(self, cursor: Cursor) -> None:
+        """The request is filed no further."""
+        self._tree.close(cursor)
+
+    def rewind(self, cursor: Cursor, num_tokens: int) -> None:
+        """The request goes back to `num_tokens` tokens, and on from there with others."""
+        self._tree.rewind(cursor, num_tokens)
+
+    def file(
+        self,
+        cursor: Cursor,
+        token_ids: Sequence[int] | np.ndarray,
+        rows: Mapping[str, Sequence[int] | np.ndarray],
+    ) -> int:
+        """Make the full blocks of a request findable, as far as its tokens are computed.
+
+        A prefix that has a block in a group keeps it. A partial block has no end in the tree and is never filed.
+
+        Args:
+            cursor: where the request stands; it is moved on to its last whole step.
+            token_ids: (num_tokens,), integers: the request's computed tokens, from the first on. Those before
+                the cursor are not looked at.
+            rows: group -> (num_blocks,): the request's block ids, null where a window has passed. State groups are
+                passed over: see `file_snapshot`.
+
+        Returns:
+            Blocks that are findable now and were not before.
+        """
+        if not self.is_shareable:
+            return 0
+        num_filed, step = 0, self._tree.step
+        for start in range(cursor.num_tokens, len(token_ids) - step + 1, step):
+            if cursor.is_blocked or not self._tree.advance(cursor, as_ids(token_ids[start : start + step])):
+                break
+            num_filed += sum(self._file_end(rule, cursor.node, rows) for rule in self._token_rules())
+        self.stats.num_filed_blocks += num_filed
+        return num_filed
+
+    def _file_end(self, rule: TokenRule, node: Node, rows: Mapping[str, Sequence[int] | np.ndarray]) -> bool:
+        row, column = rows[rule.name], node.depth // rule.block_size - 1
+        if node.depth % rule.block_size or rule.name in node.blocks or column >= len(row):
+            return False
+        block_id = int(row[column])
+        if block_id == NULL_BLOCK_ID or self.is_filed(rule.name, block_id):
+            return False
+        # One block of a window lets nobody resume anything; `retain` says which ones together do.
+        saved = rule.block_size if rule.is_full else 0
+        self._attach(node, CachedBlock(rule.name, block_id, rule.num_bytes, node.depth, saved))
+        return True
+
+    def file_snapshot(self, cursor: Cursor, group: str, block_id: int) -> bool:
+        """Make a state findable that is the state after exactly the cursor's tokens. File it after the step that
+        wrote it, and never write it again.
+
+        Returns:
+            Whether it was filed: False if that prefix has a snapshot already, or can have none.
+
+        Raises:
+            ShapeError: the cursor is not on the grid.
+        """
+        node = cursor.node
+        if not self.is_shareable or cursor.is_blocked:
+            return False
+        if node.depth == 0 or node.depth % self.unit:
+            raise ShapeError(
+                f"group {group!r}: a snapshot after {node.depth} tokens, expected a multiple of {self.unit}; "
+                "end the chunk there"
+            )
+        if group in node.blocks:
+            return False
+        rule = self._rules[group]
+        assert isinstance(rule, SnapshotRule)
+        self._attach(node, CachedBlock(group, block_id, rule.num_bytes, node.depth, self._saved(node, group)))
+        self.stats.num_filed_blocks += 1
+        return True
+
+    def retain(self, cursor: Cursor, previous: int = 0) -> None:
+        """Make the cursor's place a retention point of the windows.
+
+        Each block that a query there sees is worth as much as all of them, since without it the others serve
+        nobody: the tokens from the `previous` point to here.
+        """
+        if cursor.is_blocked:
+            return
+        for rule in self._token_rules():
+            start = rule.needed(cursor.num_tokens).start * rule.block_size
+            for node in (cursor.node, *cursor.node.ancestors()):
+                if rule.is_full or node.depth <= start:
+                    break
+                if rule.name in node.blocks:
+                    block = node.blocks[rule.name]
+                    self._revalue(block, max(block.tokens_saved, cursor.num_tokens - previous))
+
+    def _token_rules(self) -> list[TokenRule]:
+        return [rule for rule in self._rules.values() if isinstance(rule, TokenRule)]
+
+    def _attach(self, node: Node, block: CachedBlock) -> None:
+        node.blocks[block.group] = block
+        self._nodes[block.group][block.block_id] = node
+
+    def _saved(self, node: Node, group: str) -> int:
+        """Tokens from the next shorter prefix with a snapshot to this one."""
+        return node.depth - next((above.depth for above in node.ancestors() if group in above.blocks), 0)
+
+    def _revalue(self, block: CachedBlock, tokens_saved: int) -> None:
+        block.tokens_saved = tokens_saved
+        if block in self._queue:
+            self._queue.add(block)
+
+    # Owners and eviction
+
+    def is_filed(self, group: str, block_id: int) -> bool:
+        """Whether a block's content is known."""
+        return block_id in self._nodes[group]
+
+    def block(self, group: str, block_id: int) -> CachedBlock:
+        """What is known of a filed block."""
+        return self._nodes[group][block_id].blocks[group]
+
+    def tick(self) -> None:
+        """Time passes: what is released from now on was used later than what was before."""
+        self._tick += 1
+
+    def release(self, group: str, block_ids: Iterable[int]) -> list[int]:
+        """Nobody owns these blocks any more. Those that are filed stay findable until they are evicted.
+
+        Returns:
+            The others, whose content nobody knows: they are free for anything.
+        """
+        unknown = []
+        for block_id in block_ids:
+            if self.is_filed(group, block_id):
+                block = self.block(group, block_id)
+                block.last_used = self._tick
+                self._queue.add(block)
+            else:
+                unknown.append(block_id)
+        return unknown
+
+    def claim(self, group: str, block_ids: Iterable[int]) -> None:
+        """These filed blocks have an owner again, so they are not to be evicted."""
+        for block_id in block_ids:
+            self._queue.remove(self.block(group, block_id))
+
+    def num_idle(self, group: str) -> int:
+        """Blocks that are filed and that nobody owns."""
+        return self._queue.count(group)
+
+    def idle_blocks(self, group: str) -> list[CachedBlock]:
+        """Those blocks, in the order in which they would be evicted."""
+        return list(self._queue.in_order(group))
+
+    def evict(self, group: str) -> int | None:
+        """Forget the block of a group that is missed least, and return its id; None if there is none."""
+        block = self._queue.first(group)
+        if block is None:
+            return None
+        self._queue.evict(block)
+        self.stats.num_evicted_blocks += 1
+        self.forget(group, block.block_id)
+        return block.block_id
+
+    def forget(self, group: str, block_id: int) -> None:
+        """A block is about to hold something else: if its content was known, it is not any more."""
+        node = self._nodes[group].pop(block_id, None)
+        if node is None:
+            return
+        gone = node.blocks.pop(group)
+        self._queue.remove(gone)
+        if isinstance(self._rules[group], SnapshotRule):
+            self._revalue_behind(gone)
+        self._tree.prune(node)
+
+    def _revalue_behind(self, gone: CachedBlock) -> None:
+        """The snapshots that counted on resuming from this one save more from now on."""
+        for node in self._nodes[gone.group].values():
+            block = node.blocks[gone.group]
+            if block.depth - block.tokens_saved == gone.depth:
+                self._revalue(block, self._saved(node, gone.group))
+
+    def flush(self) -> dict[str, list[int]]:
+        """Forget everything, as after a change of the model's parameters.
+
+        Returns:
+            Group -> the blocks that nobody owned: they are free for anything.
+        """
+        idle = {name: [block.block_id for block in self._queue.in_order(name)] for name in self._rules}
+        for name in self._rules:
+            for block_id in list(self._nodes[name]):
+                self.forget(name, block_id)
+        self._version = None
+        return idle
+
+    # Honesty
+
+    def note_version(self, version: Hashable) -> None:
+        """Warn if the model's parameters are not those that the cached values were computed with.
+
+        Args:
+            version: what identifies the parameters, for example the sum of their `_version` counters; None for
+                not known, which is never a change. What is cached is still served: only `flush` forgets it.
+        """
+        if version is None:
+            return
+        if self._version is not None and version != self._version and any(self._nodes.values()):
+            warnings.warn(
+                "the model's parameters changed since prefixes were cached, so a hit mixes values of the old "
+                "parameters with new ones; call flush() after every change",
+                stacklevel=3,
+            )
+        self._version = version
+
+    def _warn_if_useless(self) -> None:
+        if self._has_warned or self.unit < self.config.max_model_len:
+            return
+        self._has_warned = True
+        units = ", ".join(f"{group.name!r} {hit_unit(group)}" for group in self.config.groups)
+        warnings.warn(
+            f"no prefix can be reused: prefixes are resumed at multiples of {self.unit} tokens (groups: {units}) "
+            f"and max_model_len is {self.config.max_model_len}; choose smaller blocks or a smaller snapshot_interval",
+            stacklevel=3,
+        )
+
+    def check(self) -> None:
+        """Hold the tree and the order of eviction against what is filed.
+
+        Raises:
+            KVGroupsError: naming the group and the block or prefix.
+        """
+        self._tree.check()
+        for name, nodes in self._nodes.items():
+            for block_id, node in nodes.items():
+                if (
+                    node not in self._tree
+                    or name not in node.blocks
+                    or node.blocks[name].block_id != block_id
+                ):
+                    raise KVGroupsError(
+                        f"group {name!r}: block {block_id} is filed under a prefix that has another"
+                    )
+            for block in self._queue.in_order(name):
+                if not self.is_filed(name, block.block_id):
+                    raise KVGroupsError(
+                        f"group {name!r}: block {block.block_id} can be evicted and is not filed"
+                    )
+
+    def _on_grid(self, num_tokens: int) -> int:
+        return num_tokens // self.unit * self.unit
