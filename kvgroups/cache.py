@@ -260,6 +260,11 @@ class GroupedCache(Cache):
             )
         _, is_real = self.history.last(-tokens_to_remove, len(self.rows))
         counts = is_real.sum(1).tolist()
+        if self.context.has_states and 0 in counts:
+            raise UnsupportedCallError(
+                f"crop: row {counts.index(0)} has only padding there, and states go back together; "
+                "crop rows of equal padding"
+            )
         if self.num_pending or (self.context.has_states and self.token_ids is None):
             raise UnsupportedCallError("crop: states were taken back already, or fed embeddings, which cannot be fed again")
         try:

@@ -65,7 +65,22 @@ class CachedForward:
         """What the model's forward returns for the padded batch; padded positions hold zeros or leftovers."""
         self._check_limits()
         was_empty = len(self.rows) == 0
-        if was_empty:
+        outputs: list[Any] = []
+        try:
+            output = self._run_rows(outputs)
+        except BaseException:
+            self._recover(was_empty, has_changed=len(outputs) > 0)
+            raise
+        ids = self.inputs.get("input_ids")
+        self.cache.history.append(None if ids is None else ids[:, -self.num_new :], self.is_real[:, -self.num_new :])
+        if self.cache.num_pending:
+            self.cache.num_pending = 0
+            output = last_columns(output, self.num_new)
+        return output
+
+    def _run_rows(self, outputs: list[Any]) -> Any:
+        """All passes, their outputs noted in `outputs` as they come, and the one output that they make."""
+        if len(self.rows) == 0:
             self.rows.open(self._row_keys())
         else:
             self.rows.part(self._row_keys())
@@ -79,27 +94,15 @@ class CachedForward:
             splits_rows=self.context.splits_rows,
             one_token=not self.context.continues_exactly,
         )
-        outputs: list[Any] = []
-        try:
-            for each in passes:
-                outputs.append(self._run_pass(each, np.array(first)[each.rows], is_real[each.rows]))
-        except BaseException:
-            self._recover(was_empty, has_changed=len(outputs) > 0)
-            raise
-        if outputs:
-            output = merge_outputs(outputs, passes, self.inputs, len(first), self.num_columns)
-            if len(first) < self.batch_size:
-                output = repeat_rows(output, places)
-        else:
+        for each in passes:
+            outputs.append(self._run_pass(each, np.array(first)[each.rows], is_real[each.rows]))
+        if not outputs:
             # Nothing but padding, as the first chunk of a padded prompt may be: shapes are all that is asked.
             output = self.model_forward(**{**self.inputs, "cache": None, "use_cache": False})
             output["cache"] = self.cache
-        ids = self.inputs.get("input_ids")
-        self.cache.history.append(None if ids is None else ids[:, -self.num_new :], self.is_real[:, -self.num_new :])
-        if self.cache.num_pending:
-            self.cache.num_pending = 0
-            output = last_columns(output, self.num_new)
-        return output
+            return output
+        output = merge_outputs(outputs, passes, self.inputs, len(first), self.num_columns)
+        return repeat_rows(output, places) if len(first) < self.batch_size else output
 
     # One pass
 

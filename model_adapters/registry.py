@@ -42,6 +42,8 @@ def find_mixers(model: torch.nn.Module, facts: Sequence[LayerFacts]) -> list[Fus
             mixers.append(_registered[type(module)](module, layer.index))
             continue
         kernels, reasons = fusable_kernels(module, {state.name for state in layer.states})
+        if "forward" in module.__dict__:
+            reasons.append("something has put a forward of its own on the module")
         if layer.num_mixers > 1:
             reasons.append(f"{layer.num_mixers} modules keep states in it")
         if reasons:

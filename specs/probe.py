@@ -157,10 +157,11 @@ def _watch(watcher: _Watcher, *, meta: bool) -> None:
         # Experts as batched matrix products: the other forms ask tensors for values, which meta tensors lack.
         stack.enter_context(_setting(configs, "_experts_implementation_internal", "batched_mm"))
         stack.enter_context(watcher.watching())
+        stack.enter_context(torch.inference_mode(False))
         with torch.no_grad():
             step(0)
-        watcher.cache.start_continuation()
         with torch.enable_grad():
+            watcher.cache.start_continuation()
             logits = step(_TOKENS)
         watcher.note_unread_states(logits)
 
