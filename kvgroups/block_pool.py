@@ -168,8 +168,7 @@ class BlockPool:
             )
         if count > self._num_free:
             leases, _ = self.leases_for(count)
-            need = (0, leases) if self.plan.is_run else (leases, 0)
-            if self._slabs.size_for(*need) > self._slabs.num_slabs:
+            if leases > self._slabs.num_leasable(self.plan):
                 raise OutOfBlocksError(
                     f"group {name!r}: {count} blocks are needed, {self._num_free} are free in its slabs, and "
                     f"{self._slabs.num_free} of {self._slabs.num_slabs} slabs are free"
@@ -204,8 +203,9 @@ class BlockPool:
 
     def _take(self, lease: int, count: int, after: int) -> list[int]:
         free = self._free_in(lease)
-        behind = int(np.searchsorted(free, after + 1))
-        chosen = np.concatenate((free[behind:], free[:behind]))[:count]
+        if free[0] <= after < free[-1]:  # turn the ring of them so that the one behind `after` comes first
+            free = np.roll(free, -int(np.searchsorted(free, after + 1)))
+        chosen = free[:count]
         self._references[chosen] = 1
         self._num_free -= len(chosen)
         self._note(lease, self._num_used_in[lease] + len(chosen))

@@ -100,24 +100,20 @@ class GroupManager:
 
     # A step
 
-    def growths(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[Request, Growth]]:
-        """What the next `counts[i]` tokens of `requests[i]` need, for those that need anything."""
-        released = [request.num_released.get(self.name, 0) for request in requests]
-        indices = self.demand.changes(
-            np.array([request.num_computed_tokens for request in requests], dtype=np.int64),
-            np.array(counts, dtype=np.int64),
-            [request.max_rewind for request in requests],
-            released,
-        )
-        return [
-            (
-                requests[i],
-                self.demand.growth(
-                    requests[i].num_computed_tokens, counts[i], requests[i].max_rewind, released[i]
-                ),
-            )
-            for i in indices
-        ]
+    def growths(
+        self, requests: Sequence[Request], computed: np.ndarray, counts: np.ndarray, rewinds: np.ndarray
+    ) -> list[tuple[Request, Growth]]:
+        """What the next `counts[i]` tokens of `requests[i]` need, for those that need anything.
+
+        Args:
+            requests: (n,).
+            computed: (n,), int64, tokens that each has computed.
+            counts: (n,), int64, tokens that each is about to compute.
+            rewinds: (n,), int64, tokens that each may be taken back, if more than the config says.
+        """
+        keeps_all = self.demand.keeps_all
+        released = [0 if keeps_all else request.num_released.get(self.name, 0) for request in requests]
+        return [(requests[i], growth) for i, growth in self.demand.growths(computed, counts, rewinds, released)]
 
     def freed_by(self, growths: Iterable[tuple[Request, Growth]]) -> np.ndarray:
         """(n,), int64, ascending: blocks that nobody owns once all these releases are applied."""
@@ -138,12 +134,15 @@ class GroupManager:
             request.num_released[self.name] = which.stop
 
     def append(self, growths: Iterable[tuple[Request, Growth]]) -> None:
-        """Give every row its new blocks."""
-        for request, growth in growths:
-            if growth.append:
-                fresh = iter(self.pool.allocate(growth.num_new(), after=self._last_block(request)))
-                blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in growth.append]
-                request.tables[self.name].append_row(request.row, blocks)
+        """Give every row its new blocks, one row's behind the other's."""
+        growing = [(request, growth.append) for request, growth in growths if growth.append]
+        if not growing:
+            return
+        num_new = sum(sum(append) for _, append in growing)
+        fresh = iter(self.pool.allocate(num_new, after=self._last_block(growing[0][0])))
+        for request, append in growing:
+            blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in append]
+            request.tables[self.name].append_row(request.row, blocks)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Give up the blocks that `num_tokens` tokens do not need."""

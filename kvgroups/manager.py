@@ -107,8 +107,14 @@ class Manager:
         with self._lock:
             for request, count in zip(requests, num_new_tokens, strict=True):
                 self._check_request(request, count)
-                self._check_step(request, 0)
-            growths = {name: group.growths(requests, num_new_tokens) for name, group in self._groups.items()}
+                if request.num_allocated_tokens != request.num_computed_tokens:
+                    self._check_step(request, 0)
+            computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+            rewinds = np.array([request.max_rewind for request in requests], dtype=np.int64)
+            counts = np.array(num_new_tokens, dtype=np.int64)
+            growths = {
+                name: group.growths(requests, computed, counts, rewinds) for name, group in self._groups.items()
+            }
             self._make_room(
                 {name: sum(growth.num_new() for _, growth in rows) for name, rows in growths.items()},
                 {name: self._groups[name].freed_by(rows) for name, rows in growths.items()},
