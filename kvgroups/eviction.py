@@ -6,8 +6,10 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 Rank = tuple[float, int, int]
-"""What blocks are sorted by; the lowest goes first."""
+"""What blocks are sorted by; the lowest goes first. First comes what a byte of the block is worth."""
 
 
 @dataclass(eq=False)
@@ -25,6 +27,8 @@ class CachedBlock:
     """Tokens that would have to be computed again if the block were gone."""
     last_used: int = 0
     """The tick at which its last owner let go; blocks that were given up together share one."""
+    num_hits: int = 0
+    """Hits that it served."""
 
 
 class EvictionPolicy:
@@ -72,6 +76,8 @@ class EvictionQueue:
         self._ranks: dict[str, dict[int, Rank]] = {}
         # Entries of blocks that left in the meantime stay in the heap and are passed over: see `_is_current`.
         self._heaps: dict[str, list[tuple[Rank, int, CachedBlock]]] = {}
+        self._worths: dict[str, np.ndarray] = {}
+        self._ticks: dict[str, np.ndarray] = {}
 
     def __contains__(self, block: CachedBlock) -> bool:
         return block.block_id in self._ranks.get(block.group, ())
@@ -86,6 +92,9 @@ class EvictionQueue:
         ranks = self._ranks.setdefault(block.group, {})
         heap = self._heaps.setdefault(block.group, [])
         ranks[block.block_id] = rank
+        self._extend(block.group, block.block_id + 1)
+        self._worths[block.group][block.block_id] = rank[0] * block.num_bytes
+        self._ticks[block.group][block.block_id] = rank[1]
         heapq.heappush(heap, (rank, block.block_id, block))
         if len(heap) > 2 * len(ranks) + 64:
             heap[:] = [entry for entry in heap if self._is_current(entry)]
@@ -93,7 +102,21 @@ class EvictionQueue:
 
     def remove(self, block: CachedBlock) -> None:
         """It has an owner again, or its content is not known any more."""
-        self._ranks.get(block.group, {}).pop(block.block_id, None)
+        if self._ranks.get(block.group, {}).pop(block.block_id, None) is not None:
+            self._worths[block.group][block.block_id] = self._ticks[block.group][block.block_id] = 0
+
+    def rank(self, block: CachedBlock) -> Rank:
+        """What a block that is here is sorted by."""
+        return self._ranks[block.group][block.block_id]
+
+    def losses(self, group: str, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """What giving up each block of a group would lose, and when it was last used.
+
+        Returns:
+            (num_blocks,), float64 and (num_blocks,), int64; 0 for blocks that are not here.
+        """
+        self._extend(group, num_blocks)
+        return self._worths[group][:num_blocks], self._ticks[group][:num_blocks]
 
     def first(self, group: str) -> CachedBlock | None:
         """The block of a group that goes next."""
@@ -104,7 +127,8 @@ class EvictionQueue:
 
     def evict(self, block: CachedBlock) -> None:
         """Give a block up to make room."""
-        self.policy.on_evict(self._ranks[block.group].pop(block.block_id))
+        self.policy.on_evict(self.rank(block))
+        self.remove(block)
 
     def in_order(self, group: str) -> Iterator[CachedBlock]:
         """A group's blocks as they would go, were nothing used in the meantime."""
@@ -116,6 +140,18 @@ class EvictionQueue:
         """Forget all blocks."""
         self._ranks.clear()
         self._heaps.clear()
+        self._worths.clear()
+        self._ticks.clear()
+
+    def _extend(self, group: str, num_blocks: int) -> None:
+        """Arrays of at least so many blocks, twice as many as before if more."""
+        had = len(self._worths.get(group, ()))
+        if had < num_blocks:
+            size = max(num_blocks, 2 * had, 64)
+            for arrays, dtype in ((self._worths, np.float64), (self._ticks, np.int64)):
+                longer = np.zeros(size, dtype=dtype)
+                longer[:had] = arrays.get(group, longer[:0])
+                arrays[group] = longer
 
     def _is_current(self, entry: tuple[Rank, int, CachedBlock]) -> bool:
         rank, block_id, block = entry
