@@ -11,6 +11,7 @@ import pytest
 
 from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager, Request
+from kvgroups.prefix_tree import Node
 from kvgroups.retention import RetentionPolicy
 from kvgroups.specs import (
     ChunkedAttentionSpec,
@@ -176,12 +177,34 @@ class Worker(Bench):
                 found = int(self.keys(group)[block_id, position % group.block_size])
                 assert found == values[position], f"{group.name}: token {position}"
 
+    def assert_findable_is_right(self) -> None:
+        """Every block that a later prompt may find has the values of the prefix that it is filed under."""
+        for group in self.config.groups:
+            for block_id, node in self.manager.prefixes._nodes[group.name].items():
+                *path, root = [node, *node.ancestors(), root_of(node)]
+                ids = np.concatenate([np.frombuffer(step.tokens, dtype=np.int64) for step in reversed(path)])
+                values = np.array(prefix_values(ids.tolist(), root.tokens.decode()[1:] or None))
+                if group.is_state:
+                    found, expected = self.states(group)[block_id, :1], values[-1:]
+                else:
+                    found, expected = self.keys(group)[block_id], values[-group.block_size :]
+                assert (found == expected).all(), f"{group.name}: block {block_id}, {found} is not {expected}"
+
     def keys(self, group: GroupConfig) -> np.ndarray:
         return self.manager.storage(group.name).layer(group.layers[0])["key"].numpy()[:, :, 0, 0]
 
+    def states(self, group: GroupConfig) -> np.ndarray:
+        return self.manager.storage(group.name).layer(group.layers[0])["recurrent"].numpy()
+
     def state(self, request: Request, group: GroupConfig) -> np.ndarray:
         (slot,) = self.row(request, group.name)
-        return self.manager.storage(group.name).layer(group.layers[0])["recurrent"].numpy()[slot]
+        return self.states(group)[slot]
+
+
+def root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 def prefix_values(tokens: Sequence[int], extra: Any = None) -> list[int]:

@@ -108,6 +108,16 @@ def test_losses_are_known_block_by_block():
     assert queue.losses("state", 2)[0].tolist() == [0, 0]
 
 
+def test_a_block_that_comes_back_at_the_same_tick_is_there_once():
+    block = token_block(1, 16, last_used=1)
+    queue = queue_of(block, block)
+    queue.remove(block)
+    queue.add(block)
+    assert order(queue, "full") == [1]
+    queue.evict(queue.first("full"))
+    assert queue.first("full") is None
+
+
 def test_groups_have_queues_of_their_own():
     queue = queue_of(token_block(1, 16, 1), snapshot(1, 256, saved=256))
     queue.evict(queue.first("state"))
