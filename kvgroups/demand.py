@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class GroupDemand:
         spec = self.group.spec
         if isinstance(spec, MambaSpec) or self.keeps_all:
             return 0
-        position = num_tokens - rewind
+        position: Any = num_tokens - rewind  # specs speak of one position, and their arithmetic fits arrays
         return spec.first_visible(position * (position > 0)) // self.group.block_size
 
     def growth(self, computed: int, count: int, rewind: int = 0, released: int = 0) -> Growth:
