@@ -11,6 +11,7 @@ from kvgroups.eviction import CachedBlock
 from kvgroups.group_manager import GroupManager
 from kvgroups.prefix_cache import PrefixCache
 from kvgroups.prefix_hit import PrefixHit
+from kvgroups.prefix_tree import Cursor
 from kvgroups.request import Request
 from kvgroups.retention import RetentionPolicy
 from kvgroups.room import Room
@@ -54,11 +55,18 @@ class Filing:
         """Make findable what a request has computed since it was last filed, and keep the point that it is at."""
         if request.cursor is None:
             request.cursor = self._prefixes.open(request.extra, request.hit)
-        rows = {name: group.row_blocks(request) for name, group in self._groups.items()}
-        for block in self._prefixes.file(request.cursor, token_ids, rows):
-            self._groups[block.group].pool.keep([block.block_id])
+        if self._prefixes.is_due(request.cursor, len(token_ids)):
+            self._file_blocks(request, request.cursor, token_ids)
         if self._is_at_point(request):
             self._keep_point(request)
+
+    def _file_blocks(self, request: Request, cursor: Cursor, token_ids: Sequence[int] | np.ndarray) -> None:
+        rows = {name: group.row_blocks(request) for name, group in self._groups.items()}
+        filed: dict[str, list[int]] = {}
+        for block in self._prefixes.file(cursor, token_ids, rows):
+            filed.setdefault(block.group, []).append(block.block_id)
+        for name, block_ids in filed.items():
+            self._groups[name].pool.keep(block_ids)
 
     def _is_at_point(self, request: Request) -> bool:
         here = request.num_computed_tokens

@@ -163,7 +163,9 @@ class GroupManager:
         """
         keeps_all = self.demand.keeps_all
         released = [0 if keeps_all else request.num_released.get(self.name, 0) for request in requests]
-        return [(requests[i], growth) for i, growth in self.demand.growths(computed, counts, rewinds, released)]
+        return [
+            (requests[i], growth) for i, growth in self.demand.growths(computed, counts, rewinds, released)
+        ]
 
     def freed_by(self, growths: Iterable[tuple[Request, Growth]]) -> np.ndarray:
         """(n,), int64, ascending: blocks that nobody owns once all these releases are applied."""
@@ -234,12 +236,14 @@ class GroupManager:
 
     def evict_first(self, count: int, max_loss: float = np.inf) -> None:
         """Evict up to `count` cached blocks, those that are missed least, as long as a byte is worth no more."""
-        for _ in range(count):
+        evicted: list[int] = []
+        while len(evicted) < count:
             first = self._prefixes.first(self.name)
             if first is None or first[1][0] > max_loss:
                 break
             self._prefixes.evict(first[0])
-            self.pool.drop([first[0].block_id])
+            evicted.append(first[0].block_id)
+        self.pool.drop(evicted)
 
     def evict_lease(self, lease: int) -> None:
         """Evict all blocks of a lease, none of which has an owner, so that its slabs go back."""

@@ -39,21 +39,17 @@ class PrefixCache:
         # Rings first: where there is one, nothing is known of any prefix, and the others have nothing to look at.
         groups = sorted(config.groups, key=lambda group: group.slot_mapping != "ring")
         self._rules = {group.name: hit_rule(group, self.unit, step) for group in groups}
+        rules = self._rules.values()
+        self.is_shareable = not any(isinstance(rule, RingRule) for rule in rules)
+        """Whether any prefix can ever be reused: not where a group is a ring."""
+        self.needs_retention = not all(isinstance(rule, TokenRule) and rule.is_full for rule in rules)
+        """Whether there are windows or states, which can be resumed only where something was kept."""
+        self._token_rules = [rule for rule in self._rules.values() if isinstance(rule, TokenRule)]
         self._queue = EvictionQueue(policy)
         self._nodes: dict[str, dict[int, Node]] = {name: {} for name in self._rules}
         self._tick = 0
         self._version: Hashable = None
         self._has_warned = False
-
-    @property
-    def is_shareable(self) -> bool:
-        """Whether any prefix can ever be reused: not where a group is a ring."""
-        return not any(isinstance(rule, RingRule) for rule in self._rules.values())
-
-    @property
-    def needs_retention(self) -> bool:
-        """Whether there are windows or states, which can be resumed only where something was kept."""
-        return not all(isinstance(rule, TokenRule) and rule.is_full for rule in self._rules.values())
 
     @property
     def num_collisions(self) -> int:
@@ -142,6 +138,12 @@ class PrefixCache:
         """The request goes back to `num_tokens` tokens, and on from there with others."""
         self._tree.rewind(cursor, num_tokens)
 
+    def is_due(self, cursor: Cursor, num_tokens: int) -> bool:
+        """Whether filing a request of so many tokens would move its cursor on."""
+        return (
+            num_tokens - cursor.num_tokens >= self._tree.step and not cursor.is_blocked and self.is_shareable
+        )
+
     def file(
         self,
         cursor: Cursor,
@@ -165,11 +167,12 @@ class PrefixCache:
         if not self.is_shareable:
             return []
         filed: list[CachedBlock] = []
-        step = self._tree.step
-        for start in range(cursor.num_tokens, len(token_ids) - step + 1, step):
-            if cursor.is_blocked or not self._tree.advance(cursor, as_ids(token_ids[start : start + step])):
+        step, first = self._tree.step, cursor.num_tokens
+        ids = as_ids(token_ids[first:])
+        for start in range(0, len(ids) - step + 1, step):
+            if cursor.is_blocked or not self._tree.advance(cursor, ids[start : start + step]):
                 break
-            ends = (self._file_end(rule, cursor.node, rows) for rule in self._token_rules())
+            ends = (self._file_end(rule, cursor.node, rows) for rule in self._token_rules)
             filed += [block for block in ends if block is not None]
         self.stats.num_filed_blocks += len(filed)
         return filed
@@ -226,7 +229,7 @@ class PrefixCache:
             Those blocks.
         """
         kept: list[CachedBlock] = []
-        for rule in [] if cursor.is_blocked else self._token_rules():
+        for rule in [] if cursor.is_blocked else self._token_rules:
             start = rule.needed(cursor.num_tokens).start * rule.block_size
             for node in (cursor.node, *cursor.node.ancestors()):
                 if rule.is_full or node.depth <= start:
@@ -241,9 +244,6 @@ class PrefixCache:
         """A window's block belongs to no retention point any more."""
         if self.is_current(block):
             self._revalue(block, 0)
-
-    def _token_rules(self) -> list[TokenRule]:
-        return [rule for rule in self._rules.values() if isinstance(rule, TokenRule)]
 
     def _attach(self, node: Node, block: CachedBlock) -> CachedBlock:
         node.blocks[block.group] = block

@@ -33,18 +33,6 @@ class Leases(NamedTuple):
     """Slabs that go back before."""
 
 
-class Victim(NamedTuple):
-    """Something that could be evicted; the one that compares lowest goes."""
-
-    loss: float
-    """Recomputation lost per byte that it makes room for."""
-    tick: int
-    """When any of it was last used."""
-    leases: list[tuple[str, int]]
-    """Groups and leases, all of whose blocks go; empty for the first blocks of `group`."""
-    group: str = ""
-
-
 class Room:
     """Sees to it that groups can allocate what they are about to.
 
@@ -90,10 +78,13 @@ class Room:
             OutOfBlocksError: naming the group, the need and what there is.
         """
         freed, claimed = freed or {}, claimed or {}
+        can_serve_themselves = True
         for name, count in need.items():
+            group = self._groups[name]
             num_gained = len(freed.get(name, _NOTHING)) - len(claimed.get(name, _NOTHING))
-            self._check_cap(self._groups[name], count, num_gained)
-        if not self._is_capped:
+            self._check_cap(group, count, num_gained)
+            can_serve_themselves &= count <= group.pool.num_free + group.pool.num_cached + num_gained
+        if can_serve_themselves or not self._is_capped:
             return
         free_soon = {name: self._groups[name].not_kept(blocks) for name, blocks in freed.items()}
         if not self._num_missing(self._leases(need, free_soon)):
@@ -123,8 +114,7 @@ class Room:
                 self._groups[name].evict_first(pool.num_used + pool.num_cached + count - pool.max_blocks)
         while missing := self._num_missing(leases := self._leases(need, {})):
             if self._is_capped or self._caches_more_than_was_held():
-                if victim := self._victim(need, leases):
-                    self._evict(victim, need)
+                if self._evict(need, leases):
                     continue
                 assert not self._is_capped, "what was found to fit does not"
             size = max(self._slabs.num_slabs + missing, int(_GROWTH * self._slabs.num_slabs))
@@ -171,65 +161,65 @@ class Room:
 
     # Evicting
 
-    def _victim(self, need: Mapping[str, int], leases: Leases) -> Victim | None:
-        """What would be missed least, of all that would help."""
-        victims = []
-        for name, count in need.items():
-            group = self._groups[name]
-            if count > group.pool.num_free and (first := group.first_cached()) is not None:
-                victims.append(Victim(*first, [], name))
-        losses, ticks, leased = self._slab_losses()
-        if self._num_missing(leases, num_runs=0):
-            slabs = np.flatnonzero(np.isfinite(losses) & (leased >= 0))
-            if len(slabs):
-                # Equal sums may differ in their last bits: compare them as float32.
-                slab = slabs[np.lexsort((ticks[slabs], losses[slabs].astype(np.float32)))[0]]
-                victims.append(self._lease_victim([slab], losses, ticks, leased))
-        else:
-            length = self._plan.run_slabs
-            num_whole = len(losses) // length * length
-            by_run = losses[:num_whole].reshape(-1, length).sum(1)
-            runs = np.flatnonzero(np.isfinite(by_run) & (leased[:num_whole].reshape(-1, length) >= 0).any(1))
-            if len(runs):
-                last_used = ticks[:num_whole].reshape(-1, length).max(1)
-                run = runs[np.lexsort((last_used[runs], by_run[runs].astype(np.float32)))[0]]
-                victims.append(
-                    self._lease_victim(range(run * length, (run + 1) * length), losses, ticks, leased)
-                )
-        return min(victims, key=lambda victim: (np.float32(victim.loss), victim.tick), default=None)
+    def _evict(self, need: Mapping[str, int], leases: Leases) -> bool:
+        """Give up what is missed least per byte, of all that would help; False if there is nothing.
 
-    def _lease_victim(self, slabs, losses: np.ndarray, ticks: np.ndarray, leased: np.ndarray) -> Victim:
-        slabs = np.asarray(slabs)
-        names = list(self._groups)
-        leases = []
-        for slab in slabs[leased[slabs] >= 0].tolist():
-            plan = self._groups[names[leased[slab]]].plan
-            leases.append((plan.name, slab // plan.slabs_per_lease))
-        return Victim(
-            float(losses[slabs].sum()) / (len(slabs) * self._plan.slab_bytes),
-            int(ticks[slabs].max()),
-            list(dict.fromkeys(leases)),
+        Either first blocks of a group that is short itself, or what lies in whole slabs, or in a run of them.
+        """
+        own = min(
+            (
+                (*first, name)
+                for name, count in need.items()
+                if count > self._groups[name].pool.num_free
+                and (first := self._groups[name].first_cached()) is not None
+            ),
+            default=(np.inf, 0, None),
         )
-
-    def _slab_losses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each slab: what evicting it would lose (infinite where a block is owned, 0 if it is free), when any of
-        it was last used, and which group leases it, by number (-1 for none)."""
-        num_slabs = self._slabs.num_slabs
-        losses, ticks = np.zeros(num_slabs), np.zeros(num_slabs, dtype=np.int64)
-        leased = np.full(num_slabs, -1)
-        losses[0] = np.inf
-        for number, group in enumerate(self._groups.values()):
-            leases, lost, last_used = group.lease_losses()
-            length = group.plan.slabs_per_lease
-            slabs = (leases[:, None] * length + np.arange(length)).ravel()
-            leased[slabs] = number
-            losses[slabs] = np.repeat(lost / length, length)
-            ticks[slabs] = np.repeat(last_used, length)
-        return losses, ticks, leased
-
-    def _evict(self, victim: Victim, need: Mapping[str, int]) -> None:
-        if victim.group:
-            group = self._groups[victim.group]
-            group.evict_first(need[victim.group] - group.pool.num_free, max_loss=victim.loss)
-        for name, lease in victim.leases:
+        num_slabs = self._num_missing(leases, num_runs=0)
+        areas, losses, ticks = self._areas(1 if num_slabs else self._plan.run_slabs)
+        areas, losses, ticks = (part[: max(1, num_slabs)] for part in (areas, losses, ticks))
+        if own[2] is not None and (not len(areas) or own[:2] <= (losses[0], ticks[0])):
+            group = self._groups[own[2]]
+            group.evict_first(need[own[2]] - group.pool.num_free, max_loss=own[0])
+            return True
+        for name, lease in self._leases_in(areas[losses <= own[0]]):
             self._groups[name].evict_lease(lease)
+        return len(areas) > 0
+
+    def _areas(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The aligned areas of so many slabs that hold something, and nothing that is owned: best to evict first.
+
+        Returns:
+            (n, length), int64, slabs; (n,), float32, recomputation lost per byte; (n,), int64, when any of it was
+            last used.
+        """
+        num_slabs = self._slabs.num_slabs
+        losses, ticks, is_leased = (
+            np.zeros(num_slabs),
+            np.zeros(num_slabs, dtype=np.int64),
+            np.zeros(num_slabs, dtype=bool),
+        )
+        losses[0] = np.inf
+        for group in self._groups.values():
+            leases, lost, last_used = group.lease_losses()
+            per_lease = group.plan.slabs_per_lease
+            slabs = leases[:, None] * per_lease + np.arange(per_lease)
+            is_leased[slabs] = True
+            losses[slabs], ticks[slabs] = lost[:, None] / per_lease, last_used[:, None]
+        areas = np.arange(num_slabs // length * length).reshape(-1, length)
+        # Sums of equal numbers may differ in their last bits: as float32 they are equal again.
+        loss = (losses[areas].sum(1) / (length * self._plan.slab_bytes)).astype(np.float32)
+        tick = ticks[areas].max(1)
+        usable = np.flatnonzero(np.isfinite(loss) & is_leased[areas].any(1))
+        order = usable[np.lexsort((tick[usable], loss[usable]))]
+        return areas[order], loss[order], tick[order]
+
+    def _leases_in(self, areas: np.ndarray) -> list[tuple[str, int]]:
+        """The groups and leases that these slabs belong to, each once."""
+        owners = self._slabs.owners
+        leases = [
+            (owners[slab], slab // self._plan.group(owners[slab]).slabs_per_lease)
+            for slab in areas.ravel().tolist()
+            if owners[slab] is not None
+        ]
+        return list(dict.fromkeys(leases))

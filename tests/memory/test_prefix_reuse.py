@@ -6,8 +6,12 @@ import warnings
 
 import pytest
 
+from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
+from kvgroups.eviction import EvictionPolicy
+from kvgroups.manager import Manager
 from kvgroups.retention import RetentionPolicy
+from kvgroups.specs import FullAttentionSpec, GroupConfig, KVGroupsConfig
 
 HYBRID = {"full": (4,), "window": (8, 4), "state": (1, 4)}
 """Everything at once: blocks of 4, a window of 8, and snapshots every 4 tokens."""
@@ -266,6 +270,54 @@ def test_a_slab_that_holds_less_of_worth_goes_first(make_bench):
     bench.open(0, 16)
     hits = [bench.manager.match_prefix(range(100 * n, 100 * n + 17)).num_tokens for n in range(3)]
     assert hits == [0, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("interval", "is_kept"),
+    [
+        # Blocks of 4 tokens in 256 bytes save 16 tokens a KiB, and a snapshot has 5 KiB.
+        pytest.param(64, False, id="64 tokens: 13 a KiB"),
+        pytest.param(96, True, id="96 tokens: 19 a KiB"),
+    ],
+)
+def test_a_snapshot_is_kept_for_the_tokens_that_it_saves_per_byte(make_worker, interval, is_kept):
+    """A request leaves its blocks and a snapshot; another fills the arena, and then needs one slab more."""
+    worker = make_worker({"full": (4,), "state": (1280, interval)}, memory=25 * 1024)
+    worker.serve(0, range(interval + 1))
+    assert worker.manager.match_prefix(range(interval + 1)).num_tokens == interval
+    request = worker.open(0, 4)
+    worker.step(request, 16 * worker.manager.slabs.num_free)
+    assert (worker.manager.slabs.num_free, worker.manager.prefix_stats.num_evicted_blocks) == (0, 0)
+    worker.step(request, 16)
+    assert worker.manager.pool("state").num_cached == is_kept
+    assert (worker.manager.pool("full").num_cached == interval // 4) == (not is_kept)
+    worker.manager.check()
+
+
+def test_another_order_of_eviction_can_take_its_place():
+    class YoungestFirst(EvictionPolicy):
+        def rank(self, block):
+            return 0.0, -block.last_used, -block.depth
+
+    group = GroupConfig(
+        name="full",
+        layers=[0],
+        block_size=4,
+        spec=FullAttentionSpec(num_kv_heads=1, head_dim=1, dtype="float32"),
+    )
+    config = KVGroupsConfig(groups=[group], memory={"full": 8}, max_model_len=64, max_num_reqs=2)
+    manager, tables = (
+        Manager(config, "cpu", eviction=YoungestFirst()),
+        MultiGroupBlockTable.from_config(config),
+    )
+    for start in (0, 100):
+        request = manager.admit(tables, 0, range(start, start + 16))
+        manager.advance([request], [16])
+        manager.file(request, range(start, start + 16))
+        manager.free(request)
+    manager.allocate([manager.open(tables, 0)], [16])
+    assert manager.match_prefix(range(17)).num_tokens == 16
+    assert manager.match_prefix(range(100, 117)).num_tokens == 0
 
 
 def test_an_arena_that_grows_keeps_as_much_as_was_ever_held(make_worker):
