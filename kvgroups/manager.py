@@ -147,6 +147,7 @@ class Manager:
             self._room.check(
                 need, {name: self._groups[name].freed_by(rows) for name, rows in growths.items()}
             )
+            self.prefixes.tick()
             # In all groups first: a slab that one gives back may serve another.
             for name, rows in growths.items():
                 self._groups[name].release(rows)
@@ -387,6 +388,7 @@ class Manager:
             need = {name: growth.num_new() + own[name] for name, growth in growths.items()}
             unowned = {name: group.unowned(hit.blocks[name].values()) for name, group in self._groups.items()}
             self._room.check(need, claimed=unowned)
+            self.prefixes.tick()
             for group in self._groups.values():
                 group.claim(hit)
             self._room.make(need)
