@@ -177,6 +177,28 @@ class BlockTable:
         self._write(row, count, ids)
         self._num_blocks[row] = count + len(ids)
 
+    def append_each(self, rows: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Add one block at the end of each of several rows: what a decode step does, at the price of one call.
+
+        Args:
+            rows: (n,), distinct table rows.
+            block_ids: (n,), integers >= 0, a block for each row.
+
+        Raises:
+            ShapeError: what `append_row` would raise for one of them; then no row has changed.
+        """
+        where, ids = np.asarray(rows, dtype=np.int64), np.asarray(block_ids, dtype=np.int64)
+        is_known = (where >= 0) & (where < self.max_num_reqs)
+        columns = self._num_blocks[where % self.max_num_reqs]
+        is_fitting = is_known & (columns < self.width) & (ids >= 0) & (ids <= _LARGEST_ID)
+        if not is_fitting.all():
+            wrong = int(np.argmin(is_fitting))
+            self.check_append(rows[wrong], ids[wrong : wrong + 1])
+        self._table[where, columns] = ids
+        self._num_blocks[where] = columns + 1
+        self._dirty_start[where] = np.minimum(self._dirty_start[where], columns)
+        self._dirty_stop[where] = np.maximum(self._dirty_stop[where], columns + 1)
+
     def add_row(self, row: int, block_ids: Sequence[int] | np.ndarray) -> None:
         """Replace a row: afterwards it holds these blocks and nothing else. Arguments as for `append_row`."""
         self._replace(row, self.check_add(row, block_ids))

@@ -191,7 +191,12 @@ class GroupManager:
         if not growing:
             return
         num_new = sum(sum(append) for _, append in growing)
-        fresh = iter(self.pool.allocate(num_new, after=self._last_block(growing[0][0])))
+        block_ids = self.pool.allocate(num_new, after=self._last_block(growing[0][0]))
+        tables = growing[0][0].tables
+        if all(append == (True,) and request.tables is tables for request, append in growing):
+            tables[self.name].append_each([request.row for request, _ in growing], block_ids)
+            return
+        fresh = iter(block_ids)
         for request, append in growing:
             blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in append]
             request.tables[self.name].append_row(request.row, blocks)
