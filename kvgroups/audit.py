@@ -52,23 +52,26 @@ def check_blocks(group: GroupManager, requests: Collection[Request]) -> None:
         raise KVGroupsError(
             f"group {name!r}: block {block_id} is in {uses[block_id]} rows and has {pool.references[block_id]} owners"
         )
+    cached = group.cached_blocks()
+    group.check_filed()
     leases = pool.leases
     owned = np.flatnonzero(pool.references)
-    numbers = dict(zip(*np.unique(owned // plan.blocks_per_lease, return_counts=True), strict=True))
+    taken = np.concatenate((owned, cached))
+    numbers = dict(zip(*np.unique(taken // plan.blocks_per_lease, return_counts=True), strict=True))
     for lease in sorted({*leases, *numbers}):
         if leases.get(lease) != numbers.get(lease, 0):
             raise KVGroupsError(
-                f"group {name!r}: {numbers.get(lease, 0)} blocks of slab {lease * plan.slabs_per_lease} are owned, "
+                f"group {name!r}: {numbers.get(lease, 0)} blocks of slab {lease * plan.slabs_per_lease} are taken, "
                 f"and {leases.get(lease, 'it is not leased')}{' are counted' * (lease in leases)}"
             )
-    if len(owned) + pool.num_free != pool.num_blocks:
+    if len(cached) != pool.num_cached or len(taken) + pool.num_free != pool.num_blocks:
         raise KVGroupsError(
-            f"group {name!r}: {len(owned)} owned, 0 cached and {pool.num_free} free blocks, expected "
+            f"group {name!r}: {len(owned)} owned, {len(cached)} cached and {pool.num_free} free blocks, expected "
             f"{pool.num_blocks} in {len(leases)} leases"
         )
-    if pool.max_blocks is not None and len(owned) > pool.max_blocks:
+    if pool.max_blocks is not None and len(taken) > pool.max_blocks:
         raise KVGroupsError(
-            f"group {name!r}: {len(owned)} blocks are owned, expected at most {pool.max_blocks}"
+            f"group {name!r}: {len(taken)} blocks are owned or cached, expected at most {pool.max_blocks}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who owns which block of one KV-cache group: free ones, owned ones, and how often each is shared."""
+"""Who owns which block of one KV-cache group: free, cached and owned ones, and how often each is shared."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class BlockPool:
 
     Blocks come from the fullest slab that has one free, so that others empty; a slab whose last block is given
     up goes back to the arena. Block 0, and whatever else slab 0 would hold, is never handed out.
+
+    A block whose content is worth finding again is *kept*: without an owner it is cached, not free, and is
+    handed out no more until it is dropped.
 
     Args:
         plan: how the group cuts its slabs; its name is used in messages.
@@ -41,27 +44,34 @@ class BlockPool:
         self.max_blocks = max_blocks
         self._slabs = slabs
         self._references = np.zeros(0, dtype=np.int32)
-        self._num_used_in: dict[int, int] = {}
-        """Lease -> blocks of it that have an owner."""
+        self._is_kept = np.zeros(0, dtype=bool)
+        self._num_taken_in: dict[int, int] = {}
+        """Lease -> blocks of it that are owned or cached."""
         self._num_free = 0
+        self._num_cached = 0
         self._open: list[tuple[int, int]] = []
         """A heap of `(free blocks, lease)`, the fullest first. An entry that no longer says how it is is stale."""
         self._extend_references()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the leased slabs, owned or free."""
-        return len(self._num_used_in) * self.plan.blocks_per_lease
+        """Blocks in the leased slabs: owned, cached or free."""
+        return len(self._num_taken_in) * self.plan.blocks_per_lease
 
     @property
     def num_free(self) -> int:
-        """Blocks of leased slabs that nobody owns: they are to be had without leasing another slab."""
+        """Blocks of leased slabs that hold nothing: they are to be had without leasing another slab."""
         return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody owns and that are kept."""
+        return self._num_cached
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one owner."""
-        return self.num_blocks - self._num_free
+        return self.num_blocks - self._num_free - self._num_cached
 
     @property
     def references(self) -> np.ndarray:
@@ -74,20 +84,27 @@ class BlockPool:
         return view
 
     @property
+    def is_kept(self) -> np.ndarray:
+        """(num_blocks of the whole arena,), bool: whether a block is kept when its last owner lets go. Read-only."""
+        view = self._is_kept.view()
+        view.setflags(write=False)
+        return view
+
+    @property
     def leases(self) -> dict[int, int]:
-        """Each lease, and how many of its blocks have an owner. A copy."""
-        return dict(self._num_used_in)
+        """Each lease, and how many of its blocks are owned or cached. A copy."""
+        return dict(self._num_taken_in)
 
     def free_blocks(self) -> list[int]:
         """The free blocks of all leased slabs."""
-        return [int(block_id) for lease in self._num_used_in for block_id in self._free_in(lease)]
+        return [int(block_id) for lease in self._num_taken_in for block_id in self._free_in(lease)]
 
     def leases_for(self, count: int, freed: np.ndarray | None = None) -> tuple[int, list[int]]:
         """What allocating would do to the slabs.
 
         Args:
             count: blocks to allocate.
-            freed: (n,), distinct blocks that will have been given up by their last owner before.
+            freed: (n,), distinct blocks that will have become free before.
 
         Returns:
             Leases to take, and the slabs that will have gone back before they are taken.
@@ -99,7 +116,7 @@ class BlockPool:
             emptied = [
                 lease
                 for lease, n in zip(leases.tolist(), counts.tolist(), strict=True)
-                if self._num_used_in[lease] == n
+                if self._num_taken_in[lease] == n
             ]
             num_free -= len(emptied) * self.plan.blocks_per_lease
         return self.plan.num_leases(max(0, count - num_free)), slabs_of(self.plan, emptied)
@@ -127,15 +144,38 @@ class BlockPool:
         """Give each block one more owner.
 
         Raises:
-            KVGroupsError: if one of them has none; nothing is shared.
+            KVGroupsError: if one of them is neither owned nor cached; nothing is shared.
         """
-        ids, counts = self._owned(block_ids)
+        ids, counts = self._taken(block_ids)
+        self._num_cached -= int((self._references[ids] == 0).sum())
         self._references[ids] += counts
+
+    def keep(self, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Cache these blocks, rather than free them, when their last owner lets go.
+
+        Raises:
+            KVGroupsError: if one of them has no owner; nothing is kept.
+        """
+        ids, _ = self._owned(block_ids)
+        self._is_kept[ids] = True
+
+    def drop(self, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Keep these blocks no more: those that nobody owns are free, and a slab of free ones goes back.
+
+        Raises:
+            KVGroupsError: if one of them is neither owned nor cached; nothing is dropped.
+        """
+        ids, _ = self._taken(block_ids)
+        cached = ids[self._references[ids] == 0]
+        self._is_kept[ids] = False
+        self._num_cached -= len(cached)
+        self._release(cached)
 
     def free(self, block_ids: Sequence[int] | np.ndarray) -> list[int]:
         """Give up one ownership of each block; return, ascending, the blocks that nobody owns any more.
 
-        Null entries, as window tables hold them, are passed over. A slab without owned blocks goes back.
+        Those of them that are kept are cached from now on. Null entries, as window tables hold them, are passed
+        over. A slab of free blocks goes back.
 
         Raises:
             KVGroupsError: if a block has fewer owners than it is named times; nothing is freed.
@@ -151,25 +191,29 @@ class BlockPool:
             )
         self._references[ids] = left
         released = ids[left == 0]
-        self._num_free += len(released)
-        if len(released):
-            leases, numbers = np.unique(released // self.plan.blocks_per_lease, return_counts=True)
-            for lease, number in zip(leases.tolist(), numbers.tolist(), strict=True):
-                self._note(lease, self._num_used_in[lease] - number)
+        is_kept = self._is_kept[released]
+        self._num_cached += int(is_kept.sum())
+        self._release(released[~is_kept])
         return released.tolist()
+
+    def _release(self, block_ids: np.ndarray) -> None:
+        """Count distinct blocks as free."""
+        self._num_free += len(block_ids)
+        leases, numbers = np.unique(block_ids // self.plan.blocks_per_lease, return_counts=True)
+        for lease, number in zip(leases.tolist(), numbers.tolist(), strict=True):
+            self._note(lease, self._num_taken_in[lease] - number)
 
     # Leases
 
     def _check_room(self, count: int) -> None:
-        name, used = self.plan.name, self.num_used
+        name, used = self.plan.name, self.num_used + self._num_cached
         if self.max_blocks is not None and used + count > self.max_blocks:
             raise OutOfBlocksError(
                 f"group {name!r}: {count} blocks are needed and {self.max_blocks - used} of {self.max_blocks} are free"
             )
         if count > self._num_free:
             leases, _ = self.leases_for(count)
-            need = (0, leases) if self.plan.is_run else (leases, 0)
-            if self._slabs.size_for(*need) > self._slabs.num_slabs:
+            if leases > self._slabs.num_leasable(self.plan):
                 raise OutOfBlocksError(
                     f"group {name!r}: {count} blocks are needed, {self._num_free} are free in its slabs, and "
                     f"{self._slabs.num_free} of {self._slabs.num_slabs} slabs are free"
@@ -178,7 +222,7 @@ class BlockPool:
     def _lease(self, after: int) -> int:
         lease = self._slabs.lease(self.plan, after // self.plan.blocks_per_lease)
         self._extend_references()
-        self._num_used_in[lease] = 0
+        self._num_taken_in[lease] = 0
         self._num_free += self.plan.blocks_per_lease
         return lease
 
@@ -188,6 +232,7 @@ class BlockPool:
         missing -= len(self._references)
         if missing > 0:
             self._references = np.concatenate((self._references, np.zeros(missing, dtype=np.int32)))
+            self._is_kept = np.concatenate((self._is_kept, np.zeros(missing, dtype=bool)))
 
     def _fullest(self, after: int) -> int:
         """The lease with the fewest free blocks; of equals, the one with the block behind `after`, or the lowest."""
@@ -195,49 +240,61 @@ class BlockPool:
             heapq.heappop(self._open)
         num_free, lease = self._open[0]
         wanted = (after + 1) // self.plan.blocks_per_lease
-        extends = self._is_fresh(num_free, wanted) and self._references[after + 1] == 0
+        extends = self._is_fresh(num_free, wanted) and self._is_free(after + 1)
         return wanted if extends else lease
 
     def _is_fresh(self, num_free: int, lease: int) -> bool:
-        used = self._num_used_in.get(lease)
+        used = self._num_taken_in.get(lease)
         return used is not None and self.plan.blocks_per_lease - used == num_free
 
     def _take(self, lease: int, count: int, after: int) -> list[int]:
         free = self._free_in(lease)
-        behind = int(np.searchsorted(free, after + 1))
-        chosen = np.concatenate((free[behind:], free[:behind]))[:count]
+        if free[0] <= after < free[-1]:  # turn the ring of them so that the one behind `after` comes first
+            free = np.roll(free, -int(np.searchsorted(free, after + 1)))
+        chosen = free[:count]
         self._references[chosen] = 1
         self._num_free -= len(chosen)
-        self._note(lease, self._num_used_in[lease] + len(chosen))
+        self._note(lease, self._num_taken_in[lease] + len(chosen))
         return chosen.tolist()
 
     def _free_in(self, lease: int) -> np.ndarray:
         start = lease * self.plan.blocks_per_lease
-        return start + np.flatnonzero(self._references[start : start + self.plan.blocks_per_lease] == 0)
+        return start + np.flatnonzero(self._is_free(slice(start, start + self.plan.blocks_per_lease)))
 
-    def _note(self, lease: int, num_used: int) -> None:
-        """Set how many blocks of a lease have an owner: one that has none goes back, one that is not full is open."""
-        if num_used == 0:
-            del self._num_used_in[lease]
+    def _is_free(self, which: int | slice) -> np.ndarray:
+        return (self._references[which] == 0) & ~self._is_kept[which]
+
+    def _note(self, lease: int, num_taken: int) -> None:
+        """Set how many blocks of a lease are taken: one that has none goes back, one that is not full is open."""
+        if num_taken == 0:
+            del self._num_taken_in[lease]
             self._num_free -= self.plan.blocks_per_lease
             self._slabs.release(self.plan, lease)
             return
-        self._num_used_in[lease] = num_used
-        num_free = self.plan.blocks_per_lease - num_used
+        self._num_taken_in[lease] = num_taken
+        num_free = self.plan.blocks_per_lease - num_taken
         if num_free:
-            if len(self._open) > 4 * len(self._num_used_in) + 16:
+            if len(self._open) > 4 * len(self._num_taken_in) + 16:
                 self._open = [entry for entry in set(self._open) if self._is_fresh(*entry)]
                 heapq.heapify(self._open)
             heapq.heappush(self._open, (num_free, lease))
 
     def _owned(self, block_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The distinct blocks and how often each is named, or an error for one that nobody owns."""
+        return self._known(block_ids, or_cached=False)
+
+    def _taken(self, block_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same, or an error for one that is neither owned nor cached."""
+        return self._known(block_ids, or_cached=True)
+
+    def _known(self, block_ids: Sequence[int] | np.ndarray, or_cached: bool) -> tuple[np.ndarray, np.ndarray]:
         ids, counts = np.unique(np.asarray(block_ids, dtype=np.int64), return_counts=True)
         is_known = (ids > 0) & (ids < len(self._references))
-        is_known[is_known] = self._references[ids[is_known]] > 0
+        known = ids[is_known]
+        is_known[is_known] = (self._references[known] > 0) | (self._is_kept[known] & or_cached)
         if not is_known.all():
             raise KVGroupsError(
-                f"group {self.plan.name!r}: block {ids[~is_known][0]} has no owner, "
+                f"group {self.plan.name!r}: block {ids[~is_known][0]} has no owner{' and is not cached' * or_cached}, "
                 "so it can be neither freed nor shared"
             )
         return ids, counts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -54,35 +54,20 @@ class GroupDemand:
             return (num_tokens > 0) * self.ring_blocks
         return -(-num_tokens // self.group.block_size)
 
-    def num_hidden_blocks(self, num_tokens: int, rewind: int = 0) -> int:
+    @overload
+    def num_hidden_blocks(self, num_tokens: int, rewind: int = 0) -> int: ...
+    @overload
+    def num_hidden_blocks(self, num_tokens: np.ndarray, rewind: np.ndarray) -> np.ndarray: ...
+    def num_hidden_blocks(
+        self, num_tokens: int | np.ndarray, rewind: int | np.ndarray = 0
+    ) -> int | np.ndarray:
         """Leading logical blocks that hold nothing a query can see after `num_tokens` tokens, or after `rewind`
-        fewer."""
+        fewer; of each row, given arrays."""
         spec = self.group.spec
         if isinstance(spec, MambaSpec) or self.keeps_all:
             return 0
-        return spec.first_visible(max(0, num_tokens - rewind)) // self.group.block_size
-
-    def changes(
-        self, computed: np.ndarray, counts: np.ndarray, rewinds: Sequence[int], released: Sequence[int]
-    ) -> list[int]:
-        """Which of several requests need anything: most steps of a decode end inside a block.
-
-        Args:
-            computed: (n,), int64, tokens that each has computed.
-            counts: (n,), int64, tokens that each is about to compute.
-            rewinds: (n,), tokens that each may be taken back.
-            released: (n,), leading logical blocks that each has given up.
-
-        Returns:
-            Indices of the requests for which `growth` says more than nothing.
-        """
-        had = self.num_logical_blocks(computed)
-        changes = self.num_logical_blocks(computed + counts) > had
-        if not self.keeps_all:
-            pairs = zip(computed.tolist(), rewinds, strict=True)
-            hidden = [self.num_hidden_blocks(tokens, self._slack(rewind)) for tokens, rewind in pairs]
-            changes |= np.minimum(hidden, had) > released
-        return np.flatnonzero(changes).tolist()
+        position: Any = num_tokens - rewind  # specs speak of one position, and their arithmetic fits arrays
+        return spec.first_visible(position * (position > 0)) // self.group.block_size
 
     def growth(self, computed: int, count: int, rewind: int = 0, released: int = 0) -> Growth:
         """What a request of `computed` tokens needs for `count` more.
@@ -96,13 +81,37 @@ class GroupDemand:
             rewind: tokens that it may be taken back, if more than the config says.
             released: leading logical blocks that it has given up.
         """
-        rewind, had, total = self._slack(rewind), self.num_logical_blocks(computed), computed + count
-        stop = min(self.num_hidden_blocks(computed, rewind), had)
-        hidden = self.num_hidden_blocks(total, rewind)
-        return Growth(
-            release=range(min(released, stop), stop),
-            append=tuple(column >= hidden for column in range(had, self.num_logical_blocks(total))),
-        )
+        rewind, total = max(self.max_rewind, rewind), computed + count
+        had = self.num_logical_blocks(computed)
+        hidden = min(self.num_hidden_blocks(computed, rewind), had)
+        return _growth(released, hidden, self.num_hidden_blocks(total, rewind), had, self.num_logical_blocks(total))
+
+    def growths(
+        self, computed: np.ndarray, counts: np.ndarray, rewinds: np.ndarray, released: Sequence[int]
+    ) -> list[tuple[int, Growth]]:
+        """`growth` of several requests at once, for those that need anything: most decode steps end inside a block.
+
+        Args:
+            computed, counts, rewinds: (n,), int64, what `growth` takes.
+            released: (n,), what `growth` takes.
+
+        Returns:
+            `(index, growth)`, in ascending order of the index.
+        """
+        rewinds, totals = np.maximum(rewinds, self.max_rewind), computed + counts
+        had, want = self.num_logical_blocks(computed), self.num_logical_blocks(totals)
+        changes = want > had
+        hidden = hidden_then = np.zeros_like(computed)
+        if not self.keeps_all:
+            hidden = np.minimum(self.num_hidden_blocks(computed, rewinds), had)
+            hidden_then = self.num_hidden_blocks(totals, rewinds)
+            changes |= hidden > released
+        (indices,) = changes.nonzero()
+        columns = [array[indices].tolist() for array in (hidden, hidden_then, had, want)]
+        return [
+            (index, _growth(released[index], *numbers))
+            for index, *numbers in zip(indices.tolist(), *columns, strict=True)
+        ]
 
     def peak_blocks(
         self, prompt_len: int, max_len: int, chunk_size: int | None, pad: int = 0, drafted: int = 0
@@ -135,9 +144,14 @@ class GroupDemand:
         """Blocks that one request owns while it computes `count` tokens after `computed`."""
         if self.group.is_state:
             return 1 + (drafted > 0)  # the running state and its checkpoint
-        hidden = self.num_hidden_blocks(computed, self._slack(drafted))
+        hidden = self.num_hidden_blocks(computed, max(self.max_rewind, drafted))
         kept = max(0, self.num_logical_blocks(computed) - hidden)
         return kept + self.growth(computed, count, drafted).num_new()
 
-    def _slack(self, rewind: int) -> int:
-        return max(self.max_rewind, rewind)
+
+def _growth(released: int, hidden: int, hidden_then: int, had: int, want: int) -> Growth:
+    """From blocks released, hidden and there before the step to blocks hidden and there after it."""
+    return Growth(
+        release=range(min(released, hidden), hidden),
+        append=tuple(column >= hidden_then for column in range(had, want)),
+    )

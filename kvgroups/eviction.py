@@ -6,8 +6,11 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 Rank = tuple[float, int, int]
-"""What blocks are sorted by; the lowest goes first."""
+"""What blocks are sorted by, the lowest first: what a byte of the block is worth, when it was used, and what else
+tells blocks apart. The first two also tell which slab goes first."""
 
 
 @dataclass(eq=False)
@@ -25,6 +28,12 @@ class CachedBlock:
     """Tokens that would have to be computed again if the block were gone."""
     last_used: int = 0
     """The tick at which its last owner let go; blocks that were given up together share one."""
+    num_hits: int = 0
+    """Hits that it served."""
+
+
+_Entry = tuple[Rank, int, CachedBlock]
+"""A block in a heap; the number tells entries of one rank apart."""
 
 
 class EvictionPolicy:
@@ -69,31 +78,51 @@ class EvictionQueue:
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.policy = policy or EvictionPolicy()
-        self._ranks: dict[str, dict[int, Rank]] = {}
+        self._entries: dict[str, dict[int, _Entry]] = {}
         # Entries of blocks that left in the meantime stay in the heap and are passed over: see `_is_current`.
-        self._heaps: dict[str, list[tuple[Rank, int, CachedBlock]]] = {}
+        self._heaps: dict[str, list[_Entry]] = {}
+        self._num_added = 0
+        self._worths: dict[str, np.ndarray] = {}
+        self._ticks: dict[str, np.ndarray] = {}
 
     def __contains__(self, block: CachedBlock) -> bool:
-        return block.block_id in self._ranks.get(block.group, ())
+        return block.block_id in self._entries.get(block.group, ())
 
     def count(self, group: str) -> int:
         """Blocks of a group that could be given up."""
-        return len(self._ranks.get(group, ()))
+        return len(self._entries.get(group, ()))
 
     def add(self, block: CachedBlock) -> None:
         """Its last owner has let go: rank it as of now. A block that is there already is ranked anew."""
         rank = self.policy.rank(block)
-        ranks = self._ranks.setdefault(block.group, {})
-        heap = self._heaps.setdefault(block.group, [])
-        ranks[block.block_id] = rank
-        heapq.heappush(heap, (rank, block.block_id, block))
-        if len(heap) > 2 * len(ranks) + 64:
+        entries, heap = self._entries.setdefault(block.group, {}), self._heaps.setdefault(block.group, [])
+        self._num_added += 1
+        entries[block.block_id] = (rank, self._num_added, block)
+        self._extend(block.group, block.block_id + 1)
+        self._worths[block.group][block.block_id] = rank[0] * block.num_bytes
+        self._ticks[block.group][block.block_id] = rank[1]
+        heapq.heappush(heap, entries[block.block_id])
+        if len(heap) > 2 * len(entries) + 64:
             heap[:] = [entry for entry in heap if self._is_current(entry)]
             heapq.heapify(heap)
 
     def remove(self, block: CachedBlock) -> None:
         """It has an owner again, or its content is not known any more."""
-        self._ranks.get(block.group, {}).pop(block.block_id, None)
+        if self._entries.get(block.group, {}).pop(block.block_id, None) is not None:
+            self._worths[block.group][block.block_id] = self._ticks[block.group][block.block_id] = 0
+
+    def rank(self, block: CachedBlock) -> Rank:
+        """What a block that is here is sorted by."""
+        return self._entries[block.group][block.block_id][0]
+
+    def losses(self, group: str, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """What giving up each block of a group would lose, and when it was last used.
+
+        Returns:
+            (num_blocks,), float64 and (num_blocks,), int64; 0 for blocks that are not here.
+        """
+        self._extend(group, num_blocks)
+        return self._worths[group][:num_blocks], self._ticks[group][:num_blocks]
 
     def first(self, group: str) -> CachedBlock | None:
         """The block of a group that goes next."""
@@ -104,19 +133,31 @@ class EvictionQueue:
 
     def evict(self, block: CachedBlock) -> None:
         """Give a block up to make room."""
-        self.policy.on_evict(self._ranks[block.group].pop(block.block_id))
+        self.policy.on_evict(self.rank(block))
+        self.remove(block)
 
     def in_order(self, group: str) -> Iterator[CachedBlock]:
         """A group's blocks as they would go, were nothing used in the meantime."""
-        for entry in sorted(self._heaps.get(group, []), key=lambda entry: entry[:2]):
-            if self._is_current(entry):
-                yield entry[2]
+        for _, _, block in sorted(self._entries.get(group, {}).values()):
+            yield block
 
     def clear(self) -> None:
         """Forget all blocks."""
-        self._ranks.clear()
+        self._entries.clear()
         self._heaps.clear()
+        self._worths.clear()
+        self._ticks.clear()
 
-    def _is_current(self, entry: tuple[Rank, int, CachedBlock]) -> bool:
-        rank, block_id, block = entry
-        return self._ranks[block.group].get(block_id) is rank
+    def _extend(self, group: str, num_blocks: int) -> None:
+        """Arrays of at least so many blocks, twice as many as before if more."""
+        had = len(self._worths.get(group, ()))
+        if had < num_blocks:
+            size = max(num_blocks, 2 * had, 64)
+            for arrays, dtype in ((self._worths, np.float64), (self._ticks, np.int64)):
+                longer = np.zeros(size, dtype=dtype)
+                longer[:had] = arrays.get(group, longer[:0])
+                arrays[group] = longer
+
+    def _is_current(self, entry: _Entry) -> bool:
+        block = entry[2]
+        return self._entries[block.group].get(block.block_id) is entry

@@ -11,6 +11,8 @@ from kvgroups.block_pool import BlockPool
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.demand import GroupDemand, Growth
 from kvgroups.errors import KVGroupsError
+from kvgroups.prefix_cache import PrefixCache
+from kvgroups.prefix_hit import PrefixHit
 from kvgroups.request import Request
 from kvgroups.slab_plan import GroupPlan
 from kvgroups.slab_pool import SlabPool
@@ -30,6 +32,7 @@ class GroupManager:
         plan: how the group cuts the arena.
         slabs: where slabs are leased.
         arena: the bytes of all groups.
+        prefixes: what is known of blocks' content, in all groups.
         max_blocks: the most blocks that may be owned at once; None for as many as the slabs hold.
     """
 
@@ -40,6 +43,7 @@ class GroupManager:
         plan: GroupPlan,
         slabs: SlabPool,
         arena: Arena,
+        prefixes: PrefixCache,
         max_blocks: int | None = None,
     ) -> None:
         self.config = group
@@ -48,6 +52,7 @@ class GroupManager:
         self.demand = GroupDemand(config, group)
         self.pool = BlockPool(plan, slabs, max_blocks)
         self.storage = GroupStorage(group, plan, arena)
+        self._prefixes = prefixes
         self.copied_bytes = 0
         """Bytes that forks and rewinds have copied since the manager was made."""
         self.peak_held_bytes = 0
@@ -57,6 +62,11 @@ class GroupManager:
     def held_bytes(self) -> int:
         """Bytes of the blocks that have an owner."""
         return self.pool.num_used * self.plan.block_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the blocks that nobody owns and a later request may find."""
+        return self.pool.num_cached * self.plan.block_bytes
 
     def note_peak(self) -> None:
         """Remember what is held now if it is more than ever before."""
@@ -69,12 +79,52 @@ class GroupManager:
             name=self.name,
             block_bytes=self.plan.block_bytes,
             num_used=self.pool.num_used,
-            num_cached=0,
+            num_cached=self.pool.num_cached,
             num_free=self.pool.num_free,
             num_leased_slabs=num_leased,
             leased_bytes=self.pool.num_blocks * self.plan.stride_bytes,
             peak_held_bytes=self.peak_held_bytes,
         )
+
+    # Owners
+
+    def free(self, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Give up one ownership of each block; what is known of their content is kept."""
+        self._prefixes.release(self.name, self.pool.free(block_ids))
+
+    def cached_blocks(self) -> np.ndarray:
+        """(n,), int64, ascending: blocks that nobody owns and a later request may find."""
+        return np.flatnonzero(self.pool.is_kept & (self.pool.references == 0))
+
+    def not_kept(self, block_ids: np.ndarray) -> np.ndarray:
+        """Those of some blocks that are free, and not cached, without an owner."""
+        return block_ids[~self.pool.is_kept[block_ids]]
+
+    def unowned(self, block_ids: Iterable[int]) -> np.ndarray:
+        """(n,), int64: those of some blocks that have no owner."""
+        ids = np.array(list(block_ids), dtype=np.int64)
+        return ids[self.pool.references[ids] == 0]
+
+    def forget(self, block_id: int) -> None:
+        """A block is about to be written again: what was known of it is not true any more."""
+        if self.pool.is_kept[block_id]:
+            self._prefixes.forget(self.name, block_id)
+            self.pool.drop([block_id])
+
+    def check_filed(self) -> None:
+        """Raise KVGroupsError unless exactly the blocks whose content is known are kept, and those of them that
+        nobody owns can be evicted."""
+        kept, filed = np.flatnonzero(self.pool.is_kept).tolist(), self._prefixes.filed_blocks(self.name)
+        if kept != filed:
+            odd = min(set(kept) ^ set(filed))
+            raise KVGroupsError(
+                f"group {self.name!r}: block {odd} is {'kept and not filed' if odd in kept else 'filed and not kept'}"
+            )
+        idle = sorted(block.block_id for block in self._prefixes.idle_blocks(self.name))
+        if idle != self.cached_blocks().tolist():
+            raise KVGroupsError(
+                f"group {self.name!r}: blocks {idle} can be evicted and {self.cached_blocks().tolist()} have no owner"
+            )
 
     # Rows
 
@@ -100,23 +150,21 @@ class GroupManager:
 
     # A step
 
-    def growths(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[Request, Growth]]:
-        """What the next `counts[i]` tokens of `requests[i]` need, for those that need anything."""
-        released = [request.num_released.get(self.name, 0) for request in requests]
-        indices = self.demand.changes(
-            np.array([request.num_computed_tokens for request in requests], dtype=np.int64),
-            np.array(counts, dtype=np.int64),
-            [request.max_rewind for request in requests],
-            released,
-        )
+    def growths(
+        self, requests: Sequence[Request], computed: np.ndarray, counts: np.ndarray, rewinds: np.ndarray
+    ) -> list[tuple[Request, Growth]]:
+        """What the next `counts[i]` tokens of `requests[i]` need, for those that need anything.
+
+        Args:
+            requests: (n,).
+            computed: (n,), int64, tokens that each has computed.
+            counts: (n,), int64, tokens that each is about to compute.
+            rewinds: (n,), int64, tokens that each may be taken back, if more than the config says.
+        """
+        keeps_all = self.demand.keeps_all
+        released = [0 if keeps_all else request.num_released.get(self.name, 0) for request in requests]
         return [
-            (
-                requests[i],
-                self.demand.growth(
-                    requests[i].num_computed_tokens, counts[i], requests[i].max_rewind, released[i]
-                ),
-            )
-            for i in indices
+            (requests[i], growth) for i, growth in self.demand.growths(computed, counts, rewinds, released)
         ]
 
     def freed_by(self, growths: Iterable[tuple[Request, Growth]]) -> np.ndarray:
@@ -132,25 +180,110 @@ class GroupManager:
         releases = [(request, growth.release) for request, growth in growths if growth.release]
         if not releases:
             return
-        self.pool.free(np.concatenate([self.row_blocks(request)[which] for request, which in releases]))
+        self.free(np.concatenate([self.row_blocks(request)[which] for request, which in releases]))
         for request, which in releases:
             request.tables[self.name].null_range(request.row, which.start, which.stop)
             request.num_released[self.name] = which.stop
 
     def append(self, growths: Iterable[tuple[Request, Growth]]) -> None:
-        """Give every row its new blocks."""
-        for request, growth in growths:
-            if growth.append:
-                fresh = iter(self.pool.allocate(growth.num_new(), after=self._last_block(request)))
-                blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in growth.append]
-                request.tables[self.name].append_row(request.row, blocks)
+        """Give every row its new blocks, one row's behind the other's."""
+        growing = [(request, growth.append) for request, growth in growths if growth.append]
+        if not growing:
+            return
+        num_new = sum(sum(append) for _, append in growing)
+        block_ids = self.pool.allocate(num_new, after=self._last_block(growing[0][0]))
+        tables = growing[0][0].tables
+        if all(append == (True,) and request.tables is tables for request, append in growing):
+            tables[self.name].append_each([request.row for request, _ in growing], block_ids)
+            return
+        fresh = iter(block_ids)
+        for request, append in growing:
+            blocks = [next(fresh) if is_stored else NULL_BLOCK_ID for is_stored in append]
+            request.tables[self.name].append_row(request.row, blocks)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Give up the blocks that `num_tokens` tokens do not need."""
         keep = self.demand.num_logical_blocks(num_tokens)
-        self.pool.free(self.row_blocks(request)[keep:])
+        self.free(self.row_blocks(request)[keep:])
         request.tables[self.name].truncate_row(request.row, keep)
         request.num_released[self.name] = min(request.num_released.get(self.name, 0), keep)
+
+    # Hits and eviction
+
+    def num_for_hit(self, hit: PrefixHit) -> int:
+        """Blocks of its own that a request needs to begin behind a hit: a running state."""
+        return int(self.config.is_state and hit.num_tokens > 0)
+
+    def claim(self, hit: PrefixHit) -> None:
+        """Own what a hit serves."""
+        block_ids = list(hit.blocks[self.name].values())
+        self._prefixes.claim(self.name, block_ids)
+        self.pool.share(block_ids)
+
+    def hit_row(self, hit: PrefixHit) -> np.ndarray:
+        """(blocks,), int32: the row of a request that begins behind a hit, whose blocks are claimed.
+
+        A snapshot is copied, never written: it is given up again once the request has a state of its own.
+        """
+        row = np.zeros(self.demand.num_logical_blocks(hit.num_tokens), dtype=np.int32)
+        for column, block_id in hit.blocks[self.name].items():
+            row[column] = block_id
+            if self.config.is_state:
+                (row[column],) = self.pool.allocate(1)
+                self.copy_block(block_id, int(row[column]))
+                self.free([block_id])
+        return row
+
+    def first_cached(self) -> tuple[float, int] | None:
+        """What evicting the block that is missed least would lose per byte, and when it was last used."""
+        first = self._prefixes.first(self.name)
+        return None if first is None else first[1][:2]
+
+    def evict_first(self, count: int, max_loss: float = np.inf) -> None:
+        """Evict up to `count` cached blocks, those that are missed least, as long as a byte is worth no more."""
+        evicted: list[int] = []
+        while len(evicted) < count:
+            first = self._prefixes.first(self.name)
+            if first is None or first[1][0] > max_loss:
+                break
+            self._prefixes.evict(first[0])
+            evicted.append(first[0].block_id)
+        self.pool.drop(evicted)
+
+    def evict_lease(self, lease: int) -> None:
+        """Evict all blocks of a lease, none of which has an owner, so that its slabs go back."""
+        start = lease * self.plan.blocks_per_lease
+        block_ids = start + np.flatnonzero(self.pool.is_kept[start : start + self.plan.blocks_per_lease])
+        for block_id in block_ids.tolist():
+            self._prefixes.evict(self._prefixes.block(self.name, block_id))
+        self.pool.drop(block_ids)
+
+    def lease_losses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What evicting each lease would lose, and when any of it was last used.
+
+        Returns:
+            (n,), int64, the leases; (n,), float64, infinite where a block has an owner; (n,), int64.
+        """
+        leases = np.fromiter(self.pool.leases, dtype=np.int64)
+        losses, ticks = self._prefixes.losses(self.name, len(self.pool.references))
+        shape = (-1, self.plan.blocks_per_lease)
+        is_owned = (self.pool.references.reshape(shape)[leases] > 0).any(1)
+        lost = losses.reshape(shape)[leases].sum(1)
+        return leases, np.where(is_owned, np.inf, lost), ticks.reshape(shape)[leases].max(1, initial=0)
+
+    def explain(self, request: Request) -> str:
+        """Where the blocks of a request's row came from, in one line."""
+        blocks = self.row_blocks(request)
+        held = blocks[blocks != NULL_BLOCK_ID]
+        hit = set(request.hit.blocks[self.name].values()) if request.hit is not None else set()
+        num_hit = 0 if self.config.is_state else sum(int(block_id) in hit for block_id in held)
+        num_shared = int((self.pool.references[held] > 1).sum())
+        num_kept = int(self.pool.is_kept[held].sum())
+        text = (
+            f"group {self.name!r}: {len(held)} blocks, {num_hit} of them from the hit, {num_shared} shared with other "
+            f"requests, {num_kept} findable"
+        )
+        return text + f"; {len(blocks) - len(held)} out of sight" * (len(held) < len(blocks))
 
     # Forks
 
@@ -215,14 +348,14 @@ class GroupManager:
         column, shared = len(blocks) - 1, int(blocks[-1])
         (own,) = self.pool.allocate(1, after=int(blocks[-2]) if column else NULL_BLOCK_ID)
         self.copy_block(shared, own)
-        self.pool.free([shared])
+        self.free([shared])
         request.tables[self.name].truncate_row(request.row, column)
         request.tables[self.name].append_row(request.row, [own])
 
     def restore_state(self, request: Request) -> None:
         """Make the checkpoint's slot the running one."""
         assert request.checkpoint is not None
-        self.pool.free(self.row_blocks(request))
+        self.free(self.row_blocks(request))
         request.tables[self.name].truncate_row(request.row, 0)
         if self.name in request.checkpoint.slots:
             request.tables[self.name].append_row(request.row, [request.checkpoint.slots[self.name]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -15,8 +15,15 @@ from kvgroups.arena import Arena
 from kvgroups.block_pool import BlockPool
 from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
+from kvgroups.eviction import EvictionPolicy
+from kvgroups.filing import Filing
 from kvgroups.group_manager import GroupManager
+from kvgroups.prefix_cache import PrefixCache
+from kvgroups.prefix_hit import PrefixHit, PrefixStats
+from kvgroups.prefix_tree import Extra
 from kvgroups.request import Checkpoint, Request
+from kvgroups.retention import RetentionPolicy
+from kvgroups.room import Room
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.slab_pool import SlabPool
 from kvgroups.specs import KVGroupsConfig
@@ -24,9 +31,6 @@ from kvgroups.storage import GroupStorage
 from kvgroups.usage import RequestUsage, Usage
 
 __all__ = ["Checkpoint", "Manager", "Request"]
-
-_GROWTH = 1.5
-"""An arena that must grow takes this many times its slabs, so that a long answer copies little."""
 
 
 class Manager:
@@ -40,12 +44,20 @@ class Manager:
             or a share it is taken at once and never grows; with blocks by group it grows, and each group keeps
             to its own.
         device: where K, V and states live; "meta" to keep accounts only.
+        retention: where requests leave points at which their prefixes can be resumed.
+        eviction: the order in which cached blocks are given up; None for a policy of our own.
 
     Raises:
         OutOfBlocksError: if `config.memory` cannot hold one block of each group.
     """
 
-    def __init__(self, config: KVGroupsConfig, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: KVGroupsConfig,
+        device: torch.device | str,
+        retention: RetentionPolicy | None = None,
+        eviction: EvictionPolicy | None = None,
+    ) -> None:
         self.config = config
         self.device = torch.device(device)
         self.plan = SlabPlan.for_config(config)
@@ -57,13 +69,24 @@ class Manager:
         num_slabs = 1 if budget is None else self._num_slabs_of(budget)
         self.slabs = SlabPool(self.plan, num_slabs)
         self.arena = Arena(self.plan.slab_bytes, self.device, num_slabs)
+        self.prefixes = PrefixCache(config, eviction)
         caps = config.memory if isinstance(config.memory, dict) else {}
         self._groups = {
             group.name: GroupManager(
-                config, group, self.plan.group(group.name), self.slabs, self.arena, caps.get(group.name)
+                config,
+                group,
+                self.plan.group(group.name),
+                self.slabs,
+                self.arena,
+                self.prefixes,
+                caps.get(group.name),
             )
             for group in config.groups
         }
+        self._room = Room(self.plan, self.slabs, self.arena, self._groups, self._is_capped)
+        retention = retention or RetentionPolicy()
+        share = int(retention.max_share * self.arena.nbytes) if self._is_capped else None
+        self._filing = Filing(self.prefixes, retention, self._groups, self._room, share)
 
     def storage(self, name: str) -> GroupStorage:
         """The bytes of the group called `name`."""
@@ -75,8 +98,13 @@ class Manager:
 
     # Requests
 
-    def open(self, tables: MultiGroupBlockTable, row: int) -> Request:
+    def open(self, tables: MultiGroupBlockTable, row: int, extra: Extra = None) -> Request:
         """A new request without blocks, in an empty `row` of `tables`.
+
+        Args:
+            tables: where its row is.
+            row: the row.
+            extra: what its cached values depend on beside its tokens, if it is filed.
 
         Raises:
             KVGroupsError: the row belongs to another request.
@@ -84,7 +112,7 @@ class Manager:
         """
         with self._lock:
             self._check_vacant(tables, row)
-            request = Request(tables, row)
+            request = Request(tables, row, extra=extra)
             self._requests[request] = None
             return request
 
@@ -107,17 +135,23 @@ class Manager:
         with self._lock:
             for request, count in zip(requests, num_new_tokens, strict=True):
                 self._check_request(request, count)
-                self._check_step(request, 0)
-            growths = {name: group.growths(requests, num_new_tokens) for name, group in self._groups.items()}
-            self._make_room(
-                {name: sum(growth.num_new() for _, growth in rows) for name, rows in growths.items()},
-                {name: self._groups[name].freed_by(rows) for name, rows in growths.items()},
+                if request.num_allocated_tokens != request.num_computed_tokens:
+                    self._check_step(request, 0)
+            computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+            rewinds = np.array([request.max_rewind for request in requests], dtype=np.int64)
+            counts = np.array(num_new_tokens, dtype=np.int64)
+            growths = {
+                name: group.growths(requests, computed, counts, rewinds) for name, group in self._groups.items()
+            }
+            need = {name: sum(growth.num_new() for _, growth in rows) for name, rows in growths.items()}
+            self._room.check(
+                need, {name: self._groups[name].freed_by(rows) for name, rows in growths.items()}
             )
-            for (
-                name,
-                rows,
-            ) in growths.items():  # in all groups first: a slab that one gives back may serve another
+            self.prefixes.tick()
+            # In all groups first: a slab that one gives back may serve another.
+            for name, rows in growths.items():
                 self._groups[name].release(rows)
+            self._room.make(need)
             for name, rows in growths.items():
                 self._groups[name].append(rows)
             for request, count in zip(requests, num_new_tokens, strict=True):
@@ -151,10 +185,13 @@ class Manager:
         """Give up all blocks of a request. A request can be freed once."""
         with self._lock:
             self._check_request(request, 0)
+            self.prefixes.tick()
             for group in self._groups.values():
-                group.pool.free(group.row_blocks(request))
+                group.free(group.row_blocks(request))
             request.tables.clear_row(request.row)
             self._drop_checkpoint(request)
+            if request.cursor is not None:
+                self.prefixes.close(request.cursor)
             request.is_live = False
             del self._requests[request]
 
@@ -174,13 +211,20 @@ class Manager:
             self._check_step(request, 0)
             self._check_vacant(tables, row)
             copies = {name: group.private_columns(request) for name, group in self._groups.items()}
-            self._make_room({name: len(columns) for name, columns in copies.items()})
+            need = {name: len(columns) for name, columns in copies.items()}
+            self._room.check(need)
+            self._room.make(need)
             child = Request(
                 tables,
                 row,
                 request.num_computed_tokens,
                 request.num_allocated_tokens,
                 num_released=dict(request.num_released),
+                extra=request.extra,
+                hit=request.hit,
+                num_prompt_tokens=request.num_prompt_tokens,
+                stops=request.stops,
+                cursor=None if request.cursor is None else self.prefixes.fork(request.cursor),
             )
             tables.add_row(
                 row, {name: group.fork_row(request, copies[name]) for name, group in self._groups.items()}
@@ -222,7 +266,7 @@ class Manager:
                 self._check_request(request, 0)
             need = sum(total > 0 for total in totals)
             old = [request.checkpoint.slots for request in requests if request.checkpoint is not None]
-            self._make_room(
+            self._room.check(
                 dict.fromkeys(states, need),
                 {
                     name: np.array([slots[name] for slots in old if name in slots], dtype=np.int64)
@@ -231,6 +275,7 @@ class Manager:
             )
             for request in requests:
                 self._drop_checkpoint(request)
+            self._room.make(dict.fromkeys(states, need))
             for request, total, offset in zip(requests, totals, offsets, strict=True):
                 slots = {name: group.pool.allocate(1)[0] for name, group in states.items() if total}
                 if offset == 0:
@@ -263,7 +308,10 @@ class Manager:
             if num_tokens == 0:
                 return 0
             shared = [name for name, group in self._groups.items() if group.has_shared_tail(request, base)]
-            self._make_room(dict.fromkeys(shared, 1))
+            self._room.check(dict.fromkeys(shared, 1))
+            self._room.make(dict.fromkeys(shared, 1))
+            if request.cursor is not None:
+                self.prefixes.rewind(request.cursor, base)
             for name, group in self._groups.items():
                 if group.config.is_state:
                     group.restore_state(request)
@@ -271,6 +319,8 @@ class Manager:
                 group.truncate(request, base)
                 if name in shared:
                     group.own_tail(request)
+                elif base % group.config.block_size and not group.demand.ring_blocks:
+                    group.forget(int(group.row_blocks(request)[-1]))
             if request.checkpoint is not None:
                 request.checkpoint = None  # its slots are the running ones now
             target = request.num_computed_tokens - num_tokens
@@ -281,6 +331,162 @@ class Manager:
         """Raise what `rewind` would raise for want of a checkpoint or of window tokens; change nothing."""
         with self._lock:
             self._rewind_base(request, num_tokens)
+
+    # Prefixes
+
+    def match_prefix(
+        self, token_ids: Sequence[int] | np.ndarray, extra: Extra = None, version: Hashable = None
+    ) -> PrefixHit:
+        """How much of a prompt is cached in all groups at once, and which group limits it. Takes nothing.
+
+        Args:
+            token_ids: (num_tokens,), integers: the prompt.
+            extra: what its cached values depend on beside its tokens: an adapter's name, a salt, a digest of
+                embeddings.
+            version: what identifies the model's parameters; a change since prefixes were cached is warned about.
+        """
+        with self._lock:
+            return self.prefixes.match(token_ids, extra, version)
+
+    def admit(
+        self,
+        tables: MultiGroupBlockTable,
+        row: int,
+        token_ids: Sequence[int] | np.ndarray,
+        max_new_tokens: int | None = None,
+        extra: Extra = None,
+        version: Hashable = None,
+    ) -> Request:
+        """A request that begins behind the longest cached prefix of its prompt, with blocks for its first step.
+
+        The first step is `num_allocated_tokens - num_computed_tokens` tokens: see `next_step`. What the hit serves
+        is owned first, then the step's blocks are allocated.
+
+        Args:
+            tables: where its row is.
+            row: an empty row.
+            token_ids: (num_tokens,), integers: the prompt, at least one token.
+            max_new_tokens: tokens of its first step at most; None for as many as there are.
+            extra: see `match_prefix`.
+            version: see `match_prefix`.
+
+        Raises:
+            OutOfBlocksError: if it does not fit now. Whatever is raised, nothing is changed.
+            KVGroupsError: the row belongs to another request.
+            ShapeError: no such row, no prompt, or one of more than `max_model_len` tokens.
+        """
+        with self._lock:
+            self._check_vacant(tables, row)
+            hit = self.prefixes.match(token_ids, extra, version)
+            request = self._request_behind(hit, tables, row, extra)
+            count = self.next_step(request, max_new_tokens)
+            growths = {
+                name: group.demand.growth(hit.num_tokens, count, 0, request.num_released[name])
+                for name, group in self._groups.items()
+            }
+            own = {name: group.num_for_hit(hit) for name, group in self._groups.items()}
+            need = {name: growth.num_new() + own[name] for name, growth in growths.items()}
+            unowned = {name: group.unowned(hit.blocks[name].values()) for name, group in self._groups.items()}
+            self._room.check(need, claimed=unowned)
+            self.prefixes.tick()
+            for group in self._groups.values():
+                group.claim(hit)
+            self._room.make(need)
+            tables.add_row(row, {name: group.hit_row(hit) for name, group in self._groups.items()})
+            for name, growth in growths.items():
+                self._groups[name].append([(request, growth)])
+            request.num_allocated_tokens += count
+            request.cursor = self.prefixes.open(extra, hit)
+            self._requests[request] = None
+            self._note_peak()
+            return request
+
+    def next_step(self, request: Request, max_new_tokens: int | None = None) -> int:
+        """Tokens of the prompt that a request computes next: what is left of it, or up to its next retention point.
+
+        Args:
+            request: one that was admitted.
+            max_new_tokens: at most so many.
+        """
+        here = request.num_computed_tokens
+        stop = min([request.num_prompt_tokens, *(stop for stop in request.stops if stop > here)])
+        left = max(0, stop - here)
+        return left if max_new_tokens is None else min(left, max_new_tokens)
+
+    def file(self, request: Request, token_ids: Sequence[int] | np.ndarray, version: Hashable = None) -> None:
+        """Make findable what a request has computed: its full blocks, and its states if it is at a retention point.
+
+        Called between two steps, after `advance` and when drafts are verified. Costs what is new.
+
+        Args:
+            request: the request.
+            token_ids: (num_tokens,), integers: its tokens from the first on, at least the computed ones.
+            version: see `match_prefix`.
+
+        Raises:
+            ShapeError: fewer tokens than were computed.
+            KVGroupsError: the request was freed, or is in the middle of a step.
+        """
+        with self._lock:
+            self._check_request(request, 0)
+            self._check_step(request, 0)
+            here = request.num_computed_tokens
+            if len(token_ids) < here:
+                raise ShapeError(
+                    f"token_ids: expected the {here} tokens that the request has computed, got {len(token_ids)}"
+                )
+            self.prefixes.note_version(version)
+            self._filing.file(request, token_ids[:here])
+
+    def flush(self) -> None:
+        """Forget all prefixes, as after a change of the model's parameters. Live requests keep their blocks; what
+        they compute from now on depends on what they computed before, so it is not filed any more."""
+        with self._lock:
+            for name, block_ids in self.prefixes.flush().items():
+                self._groups[name].pool.drop(block_ids)
+            for request in self._requests:
+                if request.cursor is None:
+                    request.cursor = self.prefixes.open(request.extra)
+                request.cursor.is_blocked = request.num_computed_tokens > 0
+                request.points.clear()
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What the prefix cache did since the manager was made."""
+        return self.prefixes.stats
+
+    def explain(self, request: Request) -> str:
+        """Where a request's blocks came from, and why its hit was not longer: a text for people."""
+        with self._lock:
+            self._check_request(request, 0)
+            lines = [f"row {request.row}: {request.num_computed_tokens} tokens are computed"]
+            if request.hit is None:
+                lines.append("  it was opened without a prompt, so no prefix was looked for")
+            else:
+                lines += [f"  {line}" for line in request.hit.explain().splitlines()]
+            lines += [f"  {group.explain(request)}" for group in self._groups.values()]
+            if request.points:
+                lines.append(f"  it keeps retention points at {', '.join(map(str, sorted(request.points)))}")
+            return "\n".join(lines)
+
+    def _request_behind(
+        self, hit: PrefixHit, tables: MultiGroupBlockTable, row: int, extra: Extra
+    ) -> Request:
+        request = Request(
+            tables,
+            row,
+            hit.num_tokens,
+            hit.num_tokens,
+            num_released={name: min(hit.blocks[name], default=0) for name in self._groups},
+            extra=extra,
+            hit=hit,
+            num_prompt_tokens=hit.num_prompt_tokens,
+            stops=self._filing.stops(hit),
+        )
+        if hit.num_prompt_tokens == 0:
+            raise ShapeError("token_ids: expected at least one token, got none")
+        self._check_request(request, hit.num_prompt_tokens - hit.num_tokens)
+        return request
 
     # Limits and accounts
 
@@ -331,7 +537,7 @@ class Manager:
                 )
         num_slabs = self.plan.num_slabs(need)
         if self._is_capped and num_slabs > self.slabs.num_slabs:
-            largest = self._largest(need)
+            largest = max(need, key=lambda name: need[name] * self.plan.group(name).stride_bytes)
             raise OutOfBlocksError(
                 f"memory: {what} {num_slabs} slabs of {self.plan.slab_bytes} bytes (group {largest!r}: "
                 f"{need[largest]} blocks) and there are {self.slabs.num_slabs}; give more memory, or fewer or shorter "
@@ -372,6 +578,8 @@ class Manager:
                 audit.check_blocks(group, self._requests)
                 for request in self._requests:
                     audit.check_row(group, request)
+            cursors = [request.cursor for request in self._requests if request.cursor is not None]
+            self.prefixes.check(cursors)
 
     # Going back
 
@@ -404,7 +612,7 @@ class Manager:
     def _drop_checkpoint(self, request: Request) -> None:
         if request.checkpoint is not None:
             for name, slot in request.checkpoint.slots.items():
-                self._groups[name].pool.free([slot])
+                self._groups[name].free([slot])
             request.checkpoint = None
 
     # Checks
@@ -437,51 +645,6 @@ class Manager:
             )
 
     # Memory
-
-    def _make_room(self, need: Mapping[str, int], freed: Mapping[str, np.ndarray] | None = None) -> None:
-        """See to it that every group can allocate `need[name]` blocks once it has freed `freed[name]`, or raise.
-
-        Nothing is taken yet. An arena that may grow grows here; one that is capped counts its slabs and runs, with
-        those that will have gone back.
-        """
-        num_slabs = num_runs = 0
-        returned: list[int] = []
-        for name, count in need.items():
-            group, given_up = self._groups[name], None if freed is None else freed[name]
-            self._check_cap(group, count, 0 if given_up is None else len(given_up))
-            leases, slabs = group.pool.leases_for(count, given_up)
-            returned += slabs
-            if group.plan.is_run:
-                num_runs += leases
-            else:
-                num_slabs += leases
-        if not num_slabs and not num_runs:
-            return
-        size = self.slabs.size_for(num_slabs, num_runs, returned)
-        if size <= self.slabs.num_slabs:
-            return
-        if self._is_capped:
-            name = self._largest(need)
-            raise OutOfBlocksError(
-                f"group {name!r}: {need[name]} blocks are needed, with those of other groups {num_slabs} slabs and "
-                f"{num_runs} runs of {self.plan.run_slabs}, and {self.slabs.num_free + len(returned)} of "
-                f"{self.slabs.num_slabs} slabs of {self.plan.slab_bytes} bytes are free; give more memory or fewer requests"
-            )
-        size = max(size, int(_GROWTH * self.slabs.num_slabs))
-        self.slabs.grow(size)
-        self.arena.grow(size)
-
-    def _check_cap(self, group: GroupManager, count: int, num_freed: int) -> None:
-        cap, used = group.pool.max_blocks, group.pool.num_used
-        if cap is not None and count > cap - used + num_freed:
-            raise OutOfBlocksError(
-                f"group {group.name!r}: {count} blocks are needed and {cap - used + num_freed} of {cap} are free; "
-                "give more memory or fewer requests"
-            )
-
-    def _largest(self, need: Mapping[str, int]) -> str:
-        """The group that asks for most bytes."""
-        return max(need, key=lambda name: need[name] * self._groups[name].plan.stride_bytes)
 
     def _request_usage(self, request: Request) -> RequestUsage:
         held, shared = {}, {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.errors import KVGroupsError, ShapeError
-from kvgroups.eviction import CachedBlock, EvictionPolicy, EvictionQueue
+from kvgroups.eviction import CachedBlock, EvictionPolicy, EvictionQueue, Rank
 from kvgroups.hit_rules import RingRule, SnapshotRule, TokenRule, hit_rule, hit_unit
 from kvgroups.prefix_hit import Limit, PrefixHit, PrefixStats
 from kvgroups.prefix_tree import Cursor, Extra, Node, PrefixTree, as_ids
@@ -36,22 +36,20 @@ class PrefixCache:
         """Tokens between two lengths at which a prefix can be resumed in all groups."""
         step = math.gcd(*units)
         self._tree = PrefixTree(step)  # every block of every group ends at a node
-        self._rules = {group.name: hit_rule(group, self.unit, step) for group in config.groups}
+        # Rings first: where there is one, nothing is known of any prefix, and the others have nothing to look at.
+        groups = sorted(config.groups, key=lambda group: group.slot_mapping != "ring")
+        self._rules = {group.name: hit_rule(group, self.unit, step) for group in groups}
+        rules = self._rules.values()
+        self.is_shareable = not any(isinstance(rule, RingRule) for rule in rules)
+        """Whether any prefix can ever be reused: not where a group is a ring."""
+        self.needs_retention = not all(isinstance(rule, TokenRule) and rule.is_full for rule in rules)
+        """Whether there are windows or states, which can be resumed only where something was kept."""
+        self._token_rules = [rule for rule in self._rules.values() if isinstance(rule, TokenRule)]
         self._queue = EvictionQueue(policy)
         self._nodes: dict[str, dict[int, Node]] = {name: {} for name in self._rules}
         self._tick = 0
         self._version: Hashable = None
         self._has_warned = False
-
-    @property
-    def is_shareable(self) -> bool:
-        """Whether any prefix can ever be reused: not where a group is a ring."""
-        return not any(isinstance(rule, RingRule) for rule in self._rules.values())
-
-    @property
-    def needs_retention(self) -> bool:
-        """Whether there are windows or states, which can be resumed only where something was kept."""
-        return not all(isinstance(rule, TokenRule) and rule.is_full for rule in self._rules.values())
 
     @property
     def num_collisions(self) -> int:
@@ -84,7 +82,7 @@ class PrefixCache:
         # The last token is always computed: its logits are what the prompt was sent for.
         wanted = self._on_grid(max(0, len(ids) - 1))
         num_known = len(nodes) * self._tree.step
-        num_tokens = min(wanted, self._on_grid(num_known))
+        num_tokens = min(wanted, self._on_grid(num_known)) if self.is_shareable else wanted
         limits = []
         if num_tokens < wanted:
             limits.append(Limit(None, wanted, num_tokens, f"the tokens from {num_known} on are not cached"))
@@ -140,12 +138,18 @@ class PrefixCache:
         """The request goes back to `num_tokens` tokens, and on from there with others."""
         self._tree.rewind(cursor, num_tokens)
 
+    def is_due(self, cursor: Cursor, num_tokens: int) -> bool:
+        """Whether filing a request of so many tokens would move its cursor on."""
+        return (
+            num_tokens - cursor.num_tokens >= self._tree.step and not cursor.is_blocked and self.is_shareable
+        )
+
     def file(
         self,
         cursor: Cursor,
         token_ids: Sequence[int] | np.ndarray,
         rows: Mapping[str, Sequence[int] | np.ndarray],
-    ) -> int:
+    ) -> list[CachedBlock]:
         """Make the full blocks of a request findable, as far as its tokens are computed.
 
         A prefix that has a block in a group keeps it. A partial block has no end in the tree and is never filed.
@@ -161,62 +165,71 @@ class PrefixCache:
             Blocks that are findable now and were not before.
         """
         if not self.is_shareable:
-            return 0
-        num_filed, step = 0, self._tree.step
-        for start in range(cursor.num_tokens, len(token_ids) - step + 1, step):
-            if cursor.is_blocked or not self._tree.advance(cursor, as_ids(token_ids[start : start + step])):
+            return []
+        filed: list[CachedBlock] = []
+        step, first = self._tree.step, cursor.num_tokens
+        ids = as_ids(token_ids[first:])
+        for start in range(0, len(ids) - step + 1, step):
+            if cursor.is_blocked or not self._tree.advance(cursor, ids[start : start + step]):
                 break
-            num_filed += sum(self._file_end(rule, cursor.node, rows) for rule in self._token_rules())
-        self.stats.num_filed_blocks += num_filed
-        return num_filed
+            ends = (self._file_end(rule, cursor.node, rows) for rule in self._token_rules)
+            filed += [block for block in ends if block is not None]
+        self.stats.num_filed_blocks += len(filed)
+        return filed
 
-    def _file_end(self, rule: TokenRule, node: Node, rows: Mapping[str, Sequence[int] | np.ndarray]) -> bool:
+    def _file_end(
+        self, rule: TokenRule, node: Node, rows: Mapping[str, Sequence[int] | np.ndarray]
+    ) -> CachedBlock | None:
         row, column = rows[rule.name], node.depth // rule.block_size - 1
         if node.depth % rule.block_size or rule.name in node.blocks or column >= len(row):
-            return False
+            return None
         block_id = int(row[column])
         if block_id == NULL_BLOCK_ID or self.is_filed(rule.name, block_id):
-            return False
+            return None
         # One block of a window lets nobody resume anything; `retain` says which ones together do.
         saved = rule.block_size if rule.is_full else 0
-        self._attach(node, CachedBlock(rule.name, block_id, rule.num_bytes, node.depth, saved))
-        return True
+        return self._attach(node, CachedBlock(rule.name, block_id, rule.num_bytes, node.depth, saved))
 
-    def file_snapshot(self, cursor: Cursor, group: str, block_id: int) -> bool:
+    def lacks_snapshot(self, cursor: Cursor, group: str) -> bool:
+        """Whether a snapshot at the cursor's place would be filed."""
+        return self.is_shareable and not cursor.is_blocked and group not in cursor.node.blocks
+
+    def file_snapshot(self, cursor: Cursor, group: str, block_id: int) -> CachedBlock | None:
         """Make a state findable that is the state after exactly the cursor's tokens. File it after the step that
         wrote it, and never write it again.
 
         Returns:
-            Whether it was filed: False if that prefix has a snapshot already, or can have none.
+            What is known of it now; None if that prefix has a snapshot already, or can have none.
 
         Raises:
             ShapeError: the cursor is not on the grid.
         """
         node = cursor.node
-        if not self.is_shareable or cursor.is_blocked:
-            return False
+        if not self.lacks_snapshot(cursor, group):
+            return None
         if node.depth == 0 or node.depth % self.unit:
             raise ShapeError(
                 f"group {group!r}: a snapshot after {node.depth} tokens, expected a multiple of {self.unit}; "
                 "end the chunk there"
             )
-        if group in node.blocks:
-            return False
         rule = self._rules[group]
         assert isinstance(rule, SnapshotRule)
-        self._attach(node, CachedBlock(group, block_id, rule.num_bytes, node.depth, self._saved(node, group)))
         self.stats.num_filed_blocks += 1
-        return True
+        return self._attach(
+            node, CachedBlock(group, block_id, rule.num_bytes, node.depth, self._saved(node, group))
+        )
 
-    def retain(self, cursor: Cursor, previous: int = 0) -> None:
+    def retain(self, cursor: Cursor, previous: int = 0) -> list[CachedBlock]:
         """Make the cursor's place a retention point of the windows.
 
         Each block that a query there sees is worth as much as all of them, since without it the others serve
         nobody: the tokens from the `previous` point to here.
+
+        Returns:
+            Those blocks.
         """
-        if cursor.is_blocked:
-            return
-        for rule in self._token_rules():
+        kept: list[CachedBlock] = []
+        for rule in [] if cursor.is_blocked else self._token_rules:
             start = rule.needed(cursor.num_tokens).start * rule.block_size
             for node in (cursor.node, *cursor.node.ancestors()):
                 if rule.is_full or node.depth <= start:
@@ -224,13 +237,18 @@ class PrefixCache:
                 if rule.name in node.blocks:
                     block = node.blocks[rule.name]
                     self._revalue(block, max(block.tokens_saved, cursor.num_tokens - previous))
+                    kept.append(block)
+        return kept
 
-    def _token_rules(self) -> list[TokenRule]:
-        return [rule for rule in self._rules.values() if isinstance(rule, TokenRule)]
+    def unretain(self, block: CachedBlock) -> None:
+        """A window's block belongs to no retention point any more."""
+        if self.is_current(block):
+            self._revalue(block, 0)
 
-    def _attach(self, node: Node, block: CachedBlock) -> None:
+    def _attach(self, node: Node, block: CachedBlock) -> CachedBlock:
         node.blocks[block.group] = block
         self._nodes[block.group][block.block_id] = node
+        return block
 
     def _saved(self, node: Node, group: str) -> int:
         """Tokens from the next shorter prefix with a snapshot to this one."""
@@ -247,6 +265,10 @@ class PrefixCache:
         """Whether a block's content is known."""
         return block_id in self._nodes[group]
 
+    def is_current(self, block: CachedBlock) -> bool:
+        """Whether what is said of a block still holds: it was not forgotten since."""
+        return self.is_filed(block.group, block.block_id) and self.block(block.group, block.block_id) is block
+
     def block(self, group: str, block_id: int) -> CachedBlock:
         """What is known of a filed block."""
         return self._nodes[group][block_id].blocks[group]
@@ -255,44 +277,47 @@ class PrefixCache:
         """Time passes: what is released from now on was used later than what was before."""
         self._tick += 1
 
-    def release(self, group: str, block_ids: Iterable[int]) -> list[int]:
-        """Nobody owns these blocks any more. Those that are filed stay findable until they are evicted.
-
-        Returns:
-            The others, whose content nobody knows: they are free for anything.
-        """
-        unknown = []
+    def release(self, group: str, block_ids: Iterable[int]) -> None:
+        """Nobody owns these blocks any more. Those that are filed stay findable until they are evicted."""
         for block_id in block_ids:
             if self.is_filed(group, block_id):
                 block = self.block(group, block_id)
                 block.last_used = self._tick
                 self._queue.add(block)
-            else:
-                unknown.append(block_id)
-        return unknown
 
     def claim(self, group: str, block_ids: Iterable[int]) -> None:
-        """These filed blocks have an owner again, so they are not to be evicted."""
+        """These filed blocks serve a hit: they have an owner, so they are not to be evicted."""
         for block_id in block_ids:
-            self._queue.remove(self.block(group, block_id))
+            block = self.block(group, block_id)
+            block.num_hits += 1
+            self._queue.remove(block)
 
     def num_idle(self, group: str) -> int:
         """Blocks that are filed and that nobody owns."""
         return self._queue.count(group)
 
+    def filed_blocks(self, group: str) -> list[int]:
+        """The blocks of a group whose content is known, in ascending order."""
+        return sorted(self._nodes[group])
+
     def idle_blocks(self, group: str) -> list[CachedBlock]:
         """Those blocks, in the order in which they would be evicted."""
         return list(self._queue.in_order(group))
 
-    def evict(self, group: str) -> int | None:
-        """Forget the block of a group that is missed least, and return its id; None if there is none."""
+    def first(self, group: str) -> tuple[CachedBlock, Rank] | None:
+        """The block of a group that is missed least, and its rank; None if there is none."""
         block = self._queue.first(group)
-        if block is None:
-            return None
+        return None if block is None else (block, self._queue.rank(block))
+
+    def losses(self, group: str, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """What evicting each of a group's blocks would lose, and when each was last used: see `EvictionQueue`."""
+        return self._queue.losses(group, num_blocks)
+
+    def evict(self, block: CachedBlock) -> None:
+        """Forget a block that nobody owns, to make room."""
         self._queue.evict(block)
         self.stats.num_evicted_blocks += 1
-        self.forget(group, block.block_id)
-        return block.block_id
+        self.forget(block.group, block.block_id)
 
     def forget(self, group: str, block_id: int) -> None:
         """A block is about to hold something else: if its content was known, it is not any more."""
@@ -316,14 +341,14 @@ class PrefixCache:
         """Forget everything, as after a change of the model's parameters.
 
         Returns:
-            Group -> the blocks that nobody owned: they are free for anything.
+            Group -> the blocks that were known.
         """
-        idle = {name: [block.block_id for block in self._queue.in_order(name)] for name in self._rules}
-        for name in self._rules:
-            for block_id in list(self._nodes[name]):
+        filed = {name: sorted(nodes) for name, nodes in self._nodes.items()}
+        for name, block_ids in filed.items():
+            for block_id in block_ids:
                 self.forget(name, block_id)
         self._version = None
-        return idle
+        return filed
 
     # Honesty
 
@@ -355,13 +380,16 @@ class PrefixCache:
             stacklevel=3,
         )
 
-    def check(self) -> None:
+    def check(self, cursors: Iterable[Cursor] = ()) -> None:
         """Hold the tree and the order of eviction against what is filed.
+
+        Args:
+            cursors: all that are open.
 
         Raises:
             KVGroupsError: naming the group and the block or prefix.
         """
-        self._tree.check()
+        self._tree.check(cursors)
         for name, nodes in self._nodes.items():
             for block_id, node in nodes.items():
                 if (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -149,15 +149,22 @@ class PrefixTree:
         node.num_users -= 1
         self.prune(node)
 
-    def check(self) -> None:
-        """Raise `KVGroupsError`, naming the prefix, where a node has lost its parent or outlived its use."""
-        children = Counter(node.parent.key for node in self._nodes.values() if node.parent is not None)
+    def check(self, cursors: Iterable[Cursor] = ()) -> None:
+        """Raise `KVGroupsError`, naming the prefix, where a node has lost its parent or outlived its use.
+
+        Args:
+            cursors: all that are open.
+        """
+        users = Counter(cursor.node.key for cursor in cursors if cursor.node in self)
+        users.update(node.parent.key for node in self._nodes.values() if node.parent is not None)
         for node in self._nodes.values():
             where = f"prefix of {node.depth} tokens"
             if node.parent is not None and node.parent not in self:
                 raise KVGroupsError(f"{where}: its parent is not in the tree")
-            if node.num_users < children[node.key]:
-                raise KVGroupsError(f"{where}: {children[node.key]} children and {node.num_users} users")
+            if node.num_users != users[node.key]:
+                raise KVGroupsError(
+                    f"{where}: {users[node.key]} children and cursors, and {node.num_users} are counted"
+                )
             if node.num_users == 0 and not node.blocks:
                 raise KVGroupsError(f"{where}: nothing needs it and it is still there")
 

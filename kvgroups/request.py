@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvgroups.block_table import MultiGroupBlockTable
+from kvgroups.eviction import CachedBlock
+from kvgroups.prefix_hit import PrefixHit
+from kvgroups.prefix_tree import Cursor, Extra
 
 
 @dataclass(frozen=True)
@@ -31,4 +34,16 @@ class Request:
     checkpoint: Checkpoint | None = None
     num_released: dict[str, int] = field(default_factory=dict)
     """Group -> leading logical blocks that were given up as out of sight, and are null."""
+    extra: Extra = None
+    """What its cached values depend on beside its tokens."""
+    hit: PrefixHit | None = None
+    """What it was served when it was admitted."""
+    num_prompt_tokens: int = 0
+    """Tokens of its prompt; 0 if it was not admitted with one."""
+    stops: tuple[int, ...] = ()
+    """Lengths of its prompt at which a step ends, so that a retention point can be kept."""
+    cursor: Cursor | None = None
+    """How far it has been filed; None if it never was."""
+    points: dict[int, list[CachedBlock]] = field(default_factory=dict)
+    """Its retention points so far, each with what is kept there."""
     is_live: bool = True

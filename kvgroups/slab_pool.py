@@ -55,6 +55,10 @@ class SlabPool:
         """Slabs that are leased to nobody."""
         return int(self._num_free_in_run.sum())
 
+    def num_leasable(self, plan: GroupPlan) -> int:
+        """Leases that a group could take one after the other as things are."""
+        return int((self._num_free_in_run == self._run_slabs).sum()) if plan.is_run else self.num_free
+
     @property
     def owners(self) -> tuple[str | None, ...]:
         """The group that has each slab, by name; None for a free one, `NULL_OWNER` for slab 0."""

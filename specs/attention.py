@@ -34,7 +34,7 @@ class AttentionSpec(SpecModel):
         return sum(tensor.nbytes for tensor in self.block_tensors(block_size=1, layout="NHD"))
 
     def first_visible(self, position: int) -> int:
-        """The lowest position that a query at `position` sees."""
+        """The lowest position that a query at `position` sees; of each, given a numpy array."""
         raise NotImplementedError
 
     def block_tensors(self, block_size: int, layout: Layout) -> tuple[BlockTensor, ...]:

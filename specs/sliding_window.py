@@ -28,4 +28,5 @@ class SlidingWindowSpec(AttentionSpec):
     """W, in tokens, the query itself included."""
 
     def first_visible(self, position: int) -> int:
-        return max(0, position - self.sliding_window + 1)
+        first = position - self.sliding_window + 1
+        return first * (first > 0)  # not max(): an array of positions is as welcome

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager, Request
+from kvgroups.prefix_tree import Node
+from kvgroups.retention import RetentionPolicy
 from kvgroups.specs import (
     ChunkedAttentionSpec,
     FullAttentionSpec,
@@ -24,7 +29,7 @@ ONE_FLOAT = {"num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
 
 def make_group(layer: int, name: str, sizes: tuple[int, ...]) -> GroupConfig:
     """The group `name`, which begins with its kind: "full" (B,), "window" and "ring" (W, B), "chunk" (C, B),
-    "state" () or (floats,)."""
+    "state" (), (floats,) or (floats, snapshot interval)."""
     kind = name.partition("_")[0]
     common: dict[str, Any] = {"name": name, "layers": [layer], "layout": "NHD"}
     match kind, sizes:
@@ -38,8 +43,9 @@ def make_group(layer: int, name: str, sizes: tuple[int, ...]) -> GroupConfig:
             spec = ChunkedAttentionSpec(chunk_size=chunk, **ONE_FLOAT)
             return GroupConfig(spec=spec, block_size=block_size, **common)
         case "state", _:
-            states = [StateTensor(name="recurrent", shape=sizes or (1,), dtype="float32")]
-            return GroupConfig(spec=MambaSpec(states=states), **common)
+            floats, interval = (*sizes, *(1, 256)[len(sizes) :])
+            states = [StateTensor(name="recurrent", shape=(floats,), dtype="float32")]
+            return GroupConfig(spec=MambaSpec(states=states, snapshot_interval=interval), **common)
     raise ValueError(f"{name}: {sizes}")
 
 
@@ -50,15 +56,18 @@ class Bench:
 
     Args:
         groups: sizes by group name, as `make_group` takes them: `{"full": (16,), "window": (10, 4), "state": ()}`.
+        retention: where requests leave retention points.
         config: other fields of `KVGroupsConfig`.
     """
 
-    def __init__(self, groups: dict[str, tuple[int, ...]], **config: Any) -> None:
+    def __init__(
+        self, groups: dict[str, tuple[int, ...]], retention: RetentionPolicy | None = None, **config: Any
+    ) -> None:
         self.config = KVGroupsConfig(
             groups=[make_group(layer, *item) for layer, item in enumerate(groups.items())],
             **{"max_num_reqs": 8, "max_model_len": 512, **config},
         )
-        self.manager = Manager(self.config, "cpu")
+        self.manager = Manager(self.config, "cpu", retention)
         self.tables = MultiGroupBlockTable.from_config(self.config)
 
     def open(self, row: int, num_tokens: int = 0) -> Request:
@@ -88,11 +97,130 @@ class Bench:
         parts: list[object] = [dict(enumerate(self.manager.slabs.owners))]
         for name, table in self.tables.tables.items():
             parts += [table.table.tolist(), table.num_blocks_per_row.tolist()]
-            parts += [dict(enumerate(self.manager.pool(name).references.tolist())), self.manager.pool(name).leases]
+            parts += [
+                dict(enumerate(self.manager.pool(name).references.tolist())),
+                self.manager.pool(name).leases,
+            ]
         # What nobody has is left out: an arena may grow.
         return [{k: v for k, v in part.items() if v} if isinstance(part, dict) else part for part in parts]
+
+
+class Worker(Bench):
+    """A bench that computes: the value at a position is a number made of all tokens up to there, as K, V and states
+    are. So a block that serves another prefix, or was written too early or late, reads wrong."""
+
+    def begin(
+        self, row: int, tokens: Sequence[int], max_new_tokens: int | None = None, extra: Any = None
+    ) -> Request:
+        """Admit a prompt and compute its first step."""
+        request = self.manager.admit(self.tables, row, list(tokens), max_new_tokens, extra)
+        self.finish_step(request, tokens)
+        return request
+
+    def prefill(
+        self, row: int, tokens: Sequence[int], chunk: int | None = None, extra: Any = None
+    ) -> Request:
+        """Admit a prompt and compute all of it, stopping at its retention points."""
+        request = self.begin(row, tokens, chunk, extra)
+        while count := self.manager.next_step(request, chunk):
+            self.manager.allocate([request], [count])
+            self.finish_step(request, tokens)
+        return request
+
+    def serve(self, row: int, tokens: Sequence[int], chunk: int | None = None, extra: Any = None) -> int:
+        """Compute a prompt and free it; the tokens that a hit served."""
+        request = self.prefill(row, tokens, chunk, extra)
+        self.assert_reads(request, tokens)
+        self.manager.free(request)
+        self.manager.check()
+        return request.hit.num_tokens
+
+    def decode(self, request: Request, tokens: Sequence[int], num_known: int) -> None:
+        """Compute `tokens[num_known:]`, one a step."""
+        for stop in range(num_known + 1, len(tokens) + 1):
+            self.manager.allocate([request], [1])
+            self.finish_step(request, tokens[:stop])
+
+    def finish_step(self, request: Request, tokens: Sequence[int]) -> None:
+        """Write the step that was allocated, count it and file it."""
+        count = request.num_allocated_tokens - request.num_computed_tokens
+        self.write(request, tokens, count)
+        self.manager.advance([request], [count])
+        self.manager.file(request, list(tokens))
+
+    def write(self, request: Request, tokens: Sequence[int], count: int) -> None:
+        """Write the values of the next `count` tokens, as a forward does."""
+        start = request.num_computed_tokens
+        values = prefix_values(tokens, request.extra)
+        for group in self.config.groups:
+            if group.is_state:
+                if count:
+                    self.state(request, group)[...] = values[start + count - 1]
+                continue
+            for position in range(start, start + count):
+                block_id = self.row(request, group.name)[position // group.block_size]
+                if block_id:
+                    self.keys(group)[block_id, position % group.block_size] = values[position]
+
+    def assert_reads(self, request: Request, tokens: Sequence[int]) -> None:
+        """Everything that the next query sees has the value of its own prefix."""
+        values = prefix_values(tokens, request.extra)
+        here = request.num_computed_tokens
+        for group in self.config.groups:
+            if group.is_state:
+                assert here == 0 or self.state(request, group)[0] == values[here - 1], group.name
+                continue
+            row = self.row(request, group.name)
+            for position in range(group.spec.first_visible(here), here):
+                block_id = row[position // group.block_size]
+                assert block_id, f"{group.name}: token {position} is in the null block"
+                found = int(self.keys(group)[block_id, position % group.block_size])
+                assert found == values[position], f"{group.name}: token {position}"
+
+    def assert_findable_is_right(self) -> None:
+        """Every block that a later prompt may find has the values of the prefix that it is filed under."""
+        for group in self.config.groups:
+            for block_id, node in self.manager.prefixes._nodes[group.name].items():
+                *path, root = [node, *node.ancestors(), root_of(node)]
+                ids = np.concatenate([np.frombuffer(step.tokens, dtype=np.int64) for step in reversed(path)])
+                values = np.array(prefix_values(ids.tolist(), root.tokens.decode()[1:] or None))
+                if group.is_state:
+                    found, expected = self.states(group)[block_id, :1], values[-1:]
+                else:
+                    found, expected = self.keys(group)[block_id], values[-group.block_size :]
+                assert (found == expected).all(), f"{group.name}: block {block_id}, {found} is not {expected}"
+
+    def keys(self, group: GroupConfig) -> np.ndarray:
+        return self.manager.storage(group.name).layer(group.layers[0])["key"].numpy()[:, :, 0, 0]
+
+    def states(self, group: GroupConfig) -> np.ndarray:
+        return self.manager.storage(group.name).layer(group.layers[0])["recurrent"].numpy()
+
+    def state(self, request: Request, group: GroupConfig) -> np.ndarray:
+        (slot,) = self.row(request, group.name)
+        return self.states(group)[slot]
+
+
+def root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def prefix_values(tokens: Sequence[int], extra: Any = None) -> list[int]:
+    """For each token a number that float32 holds exactly, made of it and of all before it."""
+    values, value = [], zlib.crc32(repr(extra).encode())
+    for token in tokens:
+        value = zlib.crc32(token.to_bytes(8, "little"), value)
+        values.append(value & 0xFFFFFF)
+    return values
 
 
 @pytest.fixture(scope="session")
 def make_bench() -> type[Bench]:
     return Bench
+
+
+@pytest.fixture(scope="session")
+def make_worker() -> type[Worker]:
+    return Worker

@@ -44,7 +44,8 @@ def test_a_new_pool_has_nothing():
     pool = pool_of(0)
     assert (pool.num_blocks, pool.num_free, pool.num_used) == (0, 0, 0)
     with pytest.raises(
-        OutOfBlocksError, match="group 'full': 1 blocks are needed, 0 are free in its slabs, and 0 of 1 slabs are free"
+        OutOfBlocksError,
+        match="group 'full': 1 blocks are needed, 0 are free in its slabs, and 0 of 1 slabs are free",
     ):
         pool.allocate(1)
 
@@ -96,7 +97,9 @@ def test_a_block_may_be_a_run_of_slabs():
     assert state.allocate(2) == [3, 2]
     full.allocate(9)
     assert slabs.owners == ("(null)", "full", "full", "full", None, None, *6 * ["state"])
-    with pytest.raises(OutOfBlocksError, match="group 'state': 1 blocks are needed, 0 are free in its slabs, and 2 of"):
+    with pytest.raises(
+        OutOfBlocksError, match="group 'state': 1 blocks are needed, 0 are free in its slabs, and 2 of"
+    ):
         state.allocate(1)
     state.free([3])
     assert state.allocate(1) == [3]
@@ -211,3 +214,74 @@ def test_a_pool_leases_no_more_slabs_than_its_peak_fills(calls):
         assert len(pool.free_blocks()) == pool.num_free
         assert len(pool.leases) <= FULL.num_leases(peak)
         assert all(pool.leases.values())
+
+
+# Cached blocks: kept without an owner
+
+
+def test_a_kept_block_is_cached_when_its_last_owner_lets_go():
+    pool = pool_of(2)
+    first, second, third = pool.allocate(3)
+    pool.keep([first, second])
+    pool.free([first, second, third])
+    assert (pool.num_used, pool.num_cached, pool.num_free, pool.leases) == (0, 2, 2, {1: 2})
+    assert pool.allocate(3) == [6, 7, 8]  # around the cached ones
+    pool.share([first, first])
+    assert (pool.num_used, pool.num_cached) == (4, 1)
+    pool.free([first])
+    assert (pool.num_used, pool.num_cached) == (4, 1)
+    pool.free([first])
+    assert (pool.num_used, pool.num_cached) == (3, 2)
+
+
+def test_a_cached_block_is_free_once_it_is_dropped_and_its_slab_goes_back():
+    pool = pool_of(1)
+    blocks = pool.allocate(2)
+    pool.keep(blocks)
+    pool.free(blocks)
+    pool.drop(blocks[:1])
+    assert (pool.num_cached, pool.num_free, pool.leases) == (1, 3, {1: 1})
+    pool.drop(blocks[1:])
+    assert (pool.num_cached, pool.num_free, pool.leases) == (0, 0, {})
+
+
+def test_a_block_that_is_dropped_while_it_is_owned_is_freed_as_any_other():
+    pool = pool_of(1)
+    blocks = pool.allocate(2)
+    pool.keep(blocks)
+    pool.drop(blocks)
+    assert (pool.num_used, pool.num_cached) == (2, 0)
+    assert pool.free(blocks) == blocks
+    assert pool.leases == {}
+
+
+def test_a_group_with_a_limit_counts_what_it_caches():
+    pool = pool_of(3, max_blocks=5)
+    blocks = pool.allocate(3)
+    pool.keep(blocks)
+    pool.free(blocks)
+    with pytest.raises(OutOfBlocksError, match="3 blocks are needed and 2 of 5 are free"):
+        pool.allocate(3)
+    pool.drop(blocks[:1])
+    assert len(pool.allocate(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("verb", "block_ids", "message"),
+    [
+        pytest.param("keep", [4, 6], "block 6 has no owner", id="keeping a free block"),
+        pytest.param("keep", [4, 5], "block 5 has no owner", id="keeping a cached block"),
+        pytest.param("free", [5], "block 5 has no owner", id="freeing a cached block"),
+        pytest.param("drop", [5, 7], "block 7 has no owner and is not cached", id="dropping a free block"),
+        pytest.param("share", [5, 7], "block 7 has no owner and is not cached", id="sharing a free block"),
+    ],
+)
+def test_what_is_not_there_is_neither_kept_nor_dropped(verb, block_ids, message):
+    pool = pool_of(2)
+    _, cached = pool.allocate(2)
+    pool.keep([cached])
+    pool.free([cached])
+    before = state(pool), pool.num_cached, pool.is_kept.tolist()
+    with pytest.raises(KVGroupsError, match=message):
+        getattr(pool, verb)(block_ids)
+    assert (state(pool), pool.num_cached, pool.is_kept.tolist()) == before

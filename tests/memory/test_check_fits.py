@@ -109,15 +109,16 @@ def test_a_budget_of_exactly_the_need_is_enough_and_one_byte_less_is_refused(
     free = make_bench(groups, max_rewind=max_rewind)
     peaks = run(free, *workload)
     plan = free.manager.plan
-    need = plan.num_slabs({name: max(1, peak) for name, peak in peaks.items()}) * plan.slab_bytes
+    need, least = plan.num_slabs(peaks), plan.num_slabs(dict.fromkeys(groups, 1))  # of which a window may use none
 
-    bench = make_bench(groups, max_rewind=max_rewind, memory=need)
+    bench = make_bench(groups, max_rewind=max_rewind, memory=max(need, least) * plan.slab_bytes)
     assert is_admitted(bench, *workload)
     assert run(bench, *workload) == peaks
-    assert bench.manager.usage().allocated_bytes == need
-    if need > plan.num_slabs(dict.fromkeys(groups, 1)) * plan.slab_bytes:
-        short = make_bench(groups, max_rewind=max_rewind, memory=need - 1)
-        assert not is_admitted(short, *workload)
+    assert bench.manager.usage().allocated_bytes == bench.config.memory
+    if need > least:
+        assert not is_admitted(
+            make_bench(groups, max_rewind=max_rewind, memory=need * plan.slab_bytes - 1), *workload
+        )
 
 
 def test_a_refusal_names_the_group_the_need_and_what_there_is(make_bench):

@@ -99,6 +99,25 @@ def test_a_block_that_has_an_owner_again_is_not_evicted_and_comes_back_as_the_yo
     assert order(queue, "full") == [2, 1]
 
 
+def test_losses_are_known_block_by_block():
+    """16 tokens saved by block 3, last used at tick 5; nothing is lost by giving up what is not there."""
+    queue = queue_of(token_block(3, 16, last_used=5), token_block(1, 16, last_used=4))
+    queue.remove(queue.first("full"))
+    losses, ticks = queue.losses("full", 5)
+    assert (losses.tolist(), ticks.tolist()) == ([0, 0, 0, 16, 0], [0, 0, 0, 5, 0])
+    assert queue.losses("state", 2)[0].tolist() == [0, 0]
+
+
+def test_a_block_that_comes_back_at_the_same_tick_is_there_once():
+    block = token_block(1, 16, last_used=1)
+    queue = queue_of(block, block)
+    queue.remove(block)
+    queue.add(block)
+    assert order(queue, "full") == [1]
+    queue.evict(queue.first("full"))
+    assert queue.first("full") is None
+
+
 def test_groups_have_queues_of_their_own():
     queue = queue_of(token_block(1, 16, 1), snapshot(1, 256, saved=256))
     queue.evict(queue.first("state"))

@@ -505,11 +505,11 @@ def plant_a_lost_free_block(bench, request):
 
 
 def plant_a_block_that_its_slab_does_not_count(bench, request):
-    bench.manager.pool("full")._num_used_in[1] = 2
+    bench.manager.pool("full")._num_taken_in[1] = 2
 
 
 def plant_a_slab_that_two_groups_use(bench, request):
-    bench.manager.pool("window")._num_used_in[1] = 0
+    bench.manager.pool("window")._num_taken_in[1] = 0
 
 
 def plant_a_slab_that_went_back_too_early(bench, request):
@@ -550,7 +550,7 @@ def plant_a_stale_tail(bench, request):
         (plant_an_owner_too_few, "group 'full': block 4 is in 1 rows and has 0 owners"),
         (plant_a_block_that_nobody_holds, "group 'full': block 7 is in 0 rows and has 1 owners"),
         (plant_a_lost_free_block, "group 'full': 3 owned, 0 cached and 0 free blocks, expected 4 in 1 leases"),
-        (plant_a_block_that_its_slab_does_not_count, "group 'full': 3 blocks of slab 1 are owned, and 2 are counted"),
+        (plant_a_block_that_its_slab_does_not_count, "group 'full': 3 blocks of slab 1 are taken, and 2 are counted"),
         (plant_a_slab_that_two_groups_use, "slab 1: used by group 'full' and by group 'window'"),
         (plant_a_slab_that_went_back_too_early, "slab 1: used by group 'full' and leased to group None"),
         (plant_a_lost_slab, "slabs: 0 have no owner and -1 are counted as free"),

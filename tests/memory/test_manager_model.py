@@ -46,6 +46,8 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         self.manager = self.bench.manager
         self.requests: dict[int, object] = {}
         self.truth: dict[int, list[int]] = {}
+        self.went_back_to: dict[int, int] = {}
+        """Row -> tokens after the last rewind: from there it could not be rewound again."""
         self.next_number = 1
 
     # What a person does
@@ -56,6 +58,7 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(self.free_rows()))
         self.requests[row] = self.manager.open(self.bench.tables, row)
         self.truth[row] = []
+        self.went_back_to[row] = 0
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), succeeds=st.sampled_from([True, True, True, False]))
@@ -78,6 +81,42 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         else:
             self.manager.cancel(requests)
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 4), num_rewound=st.integers(1, 4))
+    def draft(self, data, count, num_rewound):
+        """A request computes tokens that it then takes back, some or all; its state goes back to before them."""
+        row = data.draw(st.sampled_from(sorted(self.requests)))
+        request, before = self.requests[row], len(self.truth[row])
+        count = min(count, MAX_LEN - before)
+        request.max_rewind = count
+        if not self.all_or_nothing(self.manager.set_checkpoints, [request], [0]):
+            return
+        if not self.all_or_nothing(self.manager.allocate, [request], [count]):
+            return
+        fresh = list(range(self.next_number, self.next_number + count))
+        self.next_number += count
+        self.write(row, fresh, overwrites_history=True)
+        self.manager.advance([request], [count])
+        self.truth[row] += fresh
+        self.manager.check()
+        num_rewound = min(num_rewound, count)
+        if count > self.bench.config.max_rewind:
+            return  # a ring has written over what a query at the checkpoint would see
+        again = self.manager.rewind(request, num_rewound)
+        assert again == count - num_rewound
+        self.truth[row] = self.truth[row][:before]
+        self.went_back_to[row] = before
+
+    @precondition(lambda self: 0 < len(self.requests) < NUM_ROWS)
+    @rule(data=st.data())
+    def move(self, data):
+        row = data.draw(st.sampled_from(sorted(self.requests)))
+        target = data.draw(st.sampled_from(self.free_rows()))
+        self.manager.move(self.requests[row], self.bench.tables, target)
+        self.requests[target] = self.requests.pop(row)
+        self.truth[target] = self.truth.pop(row)
+        self.went_back_to[target] = self.went_back_to.pop(row)
+
     @precondition(lambda self: 0 < len(self.requests) < NUM_ROWS)
     @rule(data=st.data())
     def fork(self, data):
@@ -87,6 +126,7 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         if child:
             self.requests[row] = child
             self.truth[row] = list(self.truth[parent])
+            self.went_back_to[row] = self.went_back_to[parent]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -131,8 +171,8 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
                 elif group.is_state:
                     assert self.state(row) == numbers[-1]
                 else:
-                    slack = self.bench.config.max_rewind
-                    first = group.spec.first_visible(max(0, len(numbers) - slack))
+                    lowest = max(len(numbers) - self.bench.config.max_rewind, self.went_back_to[row])
+                    first = group.spec.first_visible(lowest)
                     seen = np.arange(first, len(numbers))
                     assert self.read(row, name, seen).tolist() == numbers[first:], name
 
@@ -174,12 +214,12 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         return int(self.view("state", "recurrent")[block_id, 0])
 
     def held_bytes(self, row):
-        """Bytes of the blocks in a row, by group."""
-        return {
-            name: sum(block_id != 0 for block_id in self.bench.row(self.requests[row], name))
-            * self.bench.config.group(name).block_bytes
-            for name in GROUPS
-        }
+        """Bytes of the blocks in a row and of the request's checkpoint, by group."""
+        request = self.requests[row]
+        num_blocks = {name: sum(block_id != 0 for block_id in self.bench.row(request, name)) for name in GROUPS}
+        if request.checkpoint is not None:
+            num_blocks["state"] += len(request.checkpoint.slots)
+        return {name: count * self.bench.config.group(name).block_bytes for name, count in num_blocks.items()}
 
     def write(self, row, numbers, overwrites_history):
         """Write as a forward does: tokens without a block are skipped, a ring goes round.
@@ -207,7 +247,7 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
 QUICK = settings(
     max_examples=200, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-LONG = settings(QUICK, max_examples=1000, stateful_step_count=50)
+LONG = settings(QUICK, max_examples=4000, stateful_step_count=50)  # 200,000 calls
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,29 @@ def test_what_is_leased_next(before, plan, after):
     assert slabs.num_free == after.count(".") == len(slabs.free_slabs())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "slab"),
+    [
+        pytest.param("0.t. ....", 2, 3, id="the slab behind"),
+        pytest.param("0.tt .t.. ....", 3, 4, id="the slab behind, in the next broken run"),
+        pytest.param("0.tt .... ....", 3, 1, id="another one before a whole run is broken"),
+        pytest.param("0ttt rrrr .... t...", 3, 13, id="the next free one behind a gap"),
+        pytest.param("0.tt tttt rrrr", 5, 1, id="the lowest where there is none behind"),
+    ],
+)
+def test_a_slab_may_follow_another(before, after, slab):
+    slabs = pool(before)
+    assert slabs.lease(TOKENS, after=after) == slab
+
+
+@pytest.mark.parametrize(
+    ("before", "slabs", "runs"), [("0tt. .... .t.. ....", 12, 2), ("0ttt rrrr", 0, 0), ("0... .... ..", 9, 1)]
+)
+def test_how_many_leases_there_are_to_be_had(before, slabs, runs):
+    assert pool(before).num_leasable(TOKENS) == slabs
+    assert pool(before).num_leasable(RUNS) == runs
+
+
 def test_without_runs_slabs_are_leased_in_order():
     slabs = SlabPool(SlabPlan(1024, 1, (TOKENS,)), 2000)
     assert [slabs.lease(TOKENS) for _ in range(1999)] == list(range(1, 2000))

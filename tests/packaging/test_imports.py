@@ -23,7 +23,7 @@ LAYERS = (
     "cache cached_forward",
     "batch_plan history rows model_adapters",
     "manager",
-    "audit room",
+    "audit filing room",
     "group_manager",
     "request usage demand plan",
     "schemes",
@@ -53,6 +53,7 @@ LIBRARIES_ONLY_IN = {
 
 LIGHT = (
     "kvgroups kvgroups.constants kvgroups.errors kvgroups.geometry kvgroups.block_pool "
+    "kvgroups.prefix_cache kvgroups.retention kvgroups.eviction "
     "kvgroups.slab_plan kvgroups.slab_pool kvgroups.demand kvgroups.usage kvgroups.plan kvgroups.schemes "
     "kvgroups.specs kvgroups.specs.* !kvgroups.specs.probe"
 )

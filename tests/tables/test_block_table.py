@@ -37,6 +37,38 @@ def assert_sound(table: BlockTable) -> None:
     assert table.device_table.tolist() == table.table.tolist()
 
 
+# One block for each of several rows
+
+
+def test_a_block_for_each_of_several_rows_is_what_one_append_each_does():
+    together, apart = filled([1, 2], [3], [], [0, 4]), filled([1, 2], [3], [], [0, 4])
+    together.append_each([3, 0, 2], [7, 8, 9])
+    for row, block_id in ((3, 7), (0, 8), (2, 9)):
+        apart.append_row(row, [block_id])
+    assert contents(together) == contents(apart) == [[1, 2, 8], [3], [9], [0, 4, 7]]
+    assert together.commit() == apart.commit() == 3 * 12
+    assert_sound(together)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_ids", "message"),
+    [
+        ([0, 4], [5, 6], "a row from 0 to 3, got 4"),
+        ([0, -1], [5, 6], "a row from 0 to 3, got -1"),
+        ([0, 2], [5, -1], "block ids from 0 to"),
+        ([0, 2], [5, 2**31], "block ids from 0 to"),
+        ([0, 1], [5, 6], "row 1 would have 9 blocks of 16 tokens"),
+    ],
+)
+def test_one_wrong_row_of_several_changes_none(rows, block_ids, message):
+    table = filled([1], list(range(1, 9)), [], [])
+    before = contents(table)
+    with pytest.raises(ShapeError, match=message):
+        table.append_each(rows, block_ids)
+    assert contents(table) == before
+    assert not table.has_uncommitted_changes
+
+
 # Shape
 
 
