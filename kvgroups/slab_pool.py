@@ -128,7 +128,10 @@ class SlabPool:
 
     def _next_slab(self, after: int) -> int | None:
         """The first free slab behind `after`, or else the lowest; whole runs are left alone if any other will do."""
-        free, length = self._num_free_in_run, self._run_slabs
+        free, length, behind = self._num_free_in_run, self._run_slabs, after + 1
+        is_free = behind % length > 0 and behind < self.num_slabs and self._owners[behind] is None
+        if is_free and not (self._has_runs and free[behind // length] == length):
+            return behind  # as a long request goes on, most often: no need to look at all runs
         usable = free > 0
         if self._has_runs and (broken := usable & (free < length)).any():
             usable = broken
@@ -137,8 +140,8 @@ class SlabPool:
         run = after // length
         if usable[run] and None in (rest := self._owners[after + 1 : (run + 1) * length]):
             return after + 1 + rest.index(None)
-        behind = usable[run + 1 :]
-        run = run + 1 + int(behind.argmax()) if behind.any() else int(usable.argmax())
+        higher = usable[run + 1 :]
+        run = run + 1 + int(higher.argmax()) if higher.any() else int(usable.argmax())
         return self._owners.index(None, run * length)
 
     def _highest_run(self) -> int | None:
