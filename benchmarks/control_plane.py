@@ -11,6 +11,7 @@ block, and own what they add. Operations, each with the commit of the tables:
     append   a chunk of 512 tokens for one request
     fork     one request becomes two
     release  a request with blocks of its own to the length of the context is freed
+    match    a prompt of that length is looked up in the prefix cache, and found
 
 Numbers are medians. Contexts take turns step by step, so that a slow moment of the machine hits all of them. CPU time
 of the process stands beside wall time: far apart, something else ran. The arena is on the meta device: no bytes move
@@ -28,6 +29,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.report import RESULTS, conditions, show, tell, write
 from kvgroups.block_table import MultiGroupBlockTable
@@ -78,7 +81,8 @@ class Case:
         self.manager = Manager(config, "meta")
         self.tables = MultiGroupBlockTable.from_config(config, device="cpu")
         self.spare = num_requests
-        first = self._fresh(0)
+        self.token_ids = np.arange(context + 1)
+        first = self._filed(0)
         self.requests = [
             first,
             *(self.manager.fork(first, self.tables, row) for row in range(1, num_requests)),
@@ -103,6 +107,12 @@ class Case:
         self.manager.free(self._alone)
         return self.tables.commit()
 
+    def match(self) -> int:
+        """How much of the first request's prompt is cached: all of it, on the grid of the retention points."""
+        found = self.manager.match_prefix(self.token_ids).num_tokens
+        assert self.context - 256 <= found <= self.context
+        return 0
+
     def drop_twin(self) -> None:
         self.manager.free(self._twin)
         self.tables.commit()
@@ -114,6 +124,17 @@ class Case:
         request = self.manager.open(self.tables, row)
         self._step([request], [self.context])
         return request
+
+    def _filed(self, row: int) -> Request:
+        """A request whose prefix can be found."""
+        request = self.manager.admit(self.tables, row, self.token_ids[: self.context])
+        while True:
+            self.tables.commit()
+            self.manager.advance([request], [request.num_allocated_tokens - request.num_computed_tokens])
+            self.manager.file(request, self.token_ids)
+            if not (count := self.manager.next_step(request)):
+                return request
+            self.manager.allocate([request], [count])
 
     def _step(self, requests: Sequence[Request], counts: Sequence[int]) -> int:
         self.manager.allocate(requests, counts)
@@ -141,6 +162,7 @@ def measure(num_requests: int, contexts: Sequence[int], steps: int) -> Iterator[
                 case.drop_twin()
                 case.prepare_release()
                 samples[case.context, "release"].append(_timed(case.release))
+                samples[case.context, "match"].append(_timed(case.match))
     finally:
         gc.enable()
     for (context, operation), found in samples.items():
@@ -224,7 +246,7 @@ def main() -> int:
     return int(any("MISSED" in line for line in lines))
 
 
-_ORDER = ("decode", "append", "fork", "release")
+_ORDER = ("decode", "append", "fork", "release", "match")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from benchmarks.traces import Job
 from kvgroups.block_table import MultiGroupBlockTable
@@ -28,15 +30,24 @@ class Live:
     """Tokens before the step."""
     total: int = 0
     """Tokens after it."""
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
+    """Its tokens, where prefixes are shared."""
 
 
-def replay(config: KVGroupsConfig, jobs: Sequence[Job]) -> Iterator[tuple[Manager, list[Live]]]:
+def replay(
+    config: KVGroupsConfig, jobs: Sequence[Job], *, share: bool = False
+) -> Iterator[tuple[Manager, list[Live]]]:
     """Run all jobs to their end; yields the manager and who is resident while each step runs.
 
-    The arena is on the meta device and grows as it must, so nothing is refused and nothing is put back.
+    The arena is on the meta device. It grows where `config.memory` is None, so that nothing is refused.
+
+    Args:
+        config: the groups, and the memory.
+        jobs: in the order of their arrival.
+        share: whether prefixes are filed and found again.
     """
     longest = max(job.prompt_len + job.answer_len for job in jobs)
-    config = config.model_copy(update={"memory": None, "max_num_reqs": MAX_RUNNING, "max_model_len": longest})
+    config = config.model_copy(update={"max_num_reqs": MAX_RUNNING, "max_model_len": longest})
     manager = Manager(config, "meta")
     tables = MultiGroupBlockTable.from_config(config, max_num_reqs=MAX_RUNNING, device="cpu")
     waiting, rows, running = deque(jobs), list(range(MAX_RUNNING)), list[Live]()
@@ -46,25 +57,39 @@ def replay(config: KVGroupsConfig, jobs: Sequence[Job]) -> Iterator[tuple[Manage
         for live in running:
             live.computed, left = live.total, live.job.prompt_len - live.total
             count = 1 if left <= 0 else min(left, budget)
+            if share and left > 0:
+                count = manager.next_step(live.request, count)  # a chunk ends where a prefix may be resumed
             budget -= count if left > 0 else 0
             live.total += count
+        requests = [live.request for live in running]
+        manager.allocate(requests, [live.total - live.computed for live in running])
         while budget > 0 and rows and waiting and waiting[0].arrival <= step:
-            job = waiting.popleft()
-            count = min(job.prompt_len, budget)
-            budget -= count
-            running.append(Live(job, manager.open(tables, rows.pop()), 0, count))
+            running.append(_admitted(waiting.popleft(), manager, tables, rows.pop(), budget, share))
+            budget -= running[-1].total - running[-1].computed
         step += 1
         if not running:
             continue
-        requests = [live.request for live in running]
-        counts = [live.total - live.computed for live in running]
-        manager.allocate(requests, counts)
         yield manager, running
-        manager.advance(requests, counts)
+        manager.advance([live.request for live in running], [live.total - live.computed for live in running])
+        for live in running if share else ():
+            manager.file(live.request, live.token_ids[: live.total])
         for live in [live for live in running if live.total >= live.job.prompt_len + live.job.answer_len]:
             manager.free(live.request)
             rows.append(live.request.row)
             running.remove(live)
+
+
+def _admitted(
+    job: Job, manager: Manager, tables: MultiGroupBlockTable, row: int, budget: int, share: bool
+) -> Live:
+    """A request in its first step: up to `budget` tokens of its prompt, behind what a prefix hit serves."""
+    if not share:
+        request = manager.open(tables, row)
+        manager.allocate([request], [min(job.prompt_len, budget)])
+        return Live(job, request, 0, min(job.prompt_len, budget))
+    ids = job.token_ids()
+    request = manager.admit(tables, row, ids[: job.prompt_len], budget)
+    return Live(job, request, request.num_computed_tokens, request.num_allocated_tokens, ids)
 
 
 def live_bytes(config: KVGroupsConfig, running: Sequence[Live], *, share: bool = False) -> int:

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 CONTEXT = 131_072
 """Tokens of the longest request in any trace; less where the model takes less."""
 
@@ -23,20 +25,29 @@ class Job:
     """Which shared beginning its prompt has; None for one of its own."""
     prefix_len: int = 0
     """Tokens of that beginning."""
+    speaker: int = 0
+    """Jobs of one speaker go on from what was said before: their tokens are the same as far as both reach."""
+
+    def token_ids(self) -> np.ndarray:
+        """(prompt_len + answer_len,), int64: stand-ins that are equal where the texts would be."""
+        ids = np.arange(self.prompt_len + self.answer_len, dtype=np.int64)
+        ids[: self.prefix_len] += (1 + (self.prefix or 0)) * CONTEXT
+        ids[self.prefix_len :] += (1000 + self.speaker) * CONTEXT
+        return ids
 
 
 def chat(rng: random.Random, context: int) -> list[Job]:
     """48 conversations of 2 to 6 turns on 4 system prompts; each turn's prompt is all that was said before."""
     systems = [min(context // 4, rng.randint(300, 1500)) for _ in range(4)]
     jobs = []
-    for _ in range(48):
+    for speaker in range(48):
         prefix = rng.randrange(len(systems))
         history, arrival = systems[prefix], rng.randrange(600)
         for _ in range(rng.randint(2, 6)):
             message, answer = _log_normal(rng, 60, 1.0), _log_normal(rng, 150, 0.7)
             if history + message + answer > context:
                 break
-            jobs.append(Job(arrival, history + message, answer, prefix, systems[prefix]))
+            jobs.append(Job(arrival, history + message, answer, prefix, systems[prefix], speaker))
             history += message + answer
             arrival += answer + rng.randint(30, 200)  # the reader reads, and writes the next message
     return jobs
@@ -45,10 +56,11 @@ def chat(rng: random.Random, context: int) -> list[Job]:
 def documents(rng: random.Random, context: int) -> list[Job]:
     """24 long prompts, from an eighth of the context up to all of it but the answer."""
     jobs = []
-    for _ in range(24):
+    for speaker in range(24):
         answer = rng.randint(100, 500)
         longest = context - answer
-        jobs.append(Job(rng.randrange(600), round(_log_uniform(rng, longest / 8, longest)), answer))
+        arrival = rng.randrange(600)
+        jobs.append(Job(arrival, round(_log_uniform(rng, longest / 8, longest)), answer, speaker=speaker))
     return jobs
 
 
@@ -59,9 +71,10 @@ def bursts(rng: random.Random, context: int) -> list[Job]:
             wave * 250 + rng.randrange(10),
             min(round(_log_uniform(rng, 16, 2000)), context // 2),
             round(_log_uniform(rng, 16, 300)),
+            speaker=40 * wave + index,
         )
         for wave in range(6)
-        for _ in range(40)
+        for index in range(40)
     ]
 
 

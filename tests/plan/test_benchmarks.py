@@ -39,6 +39,17 @@ def test_a_trace_is_the_same_for_the_same_seed_and_fits_the_context(name: str):
     assert all(job.prefix_len < job.prompt_len for job in jobs)
 
 
+def test_tokens_are_equal_where_the_texts_would_be():
+    """Two turns of one speaker on a system prompt of 3 tokens, and another speaker's."""
+    first, second = Job(0, 5, 2, 1, 3, speaker=7), Job(9, 8, 2, 1, 3, speaker=7)
+    other, stranger = Job(0, 5, 2, 1, 3, speaker=8), Job(0, 5, 2, speaker=7)
+
+    assert first.token_ids().tolist() == second.token_ids().tolist()[:7]
+    assert first.token_ids().tolist()[:3] == other.token_ids().tolist()[:3]
+    assert not set(first.token_ids().tolist()[3:]) & set(other.token_ids().tolist())
+    assert not set(first.token_ids().tolist()[:3]) & set(stranger.token_ids().tolist())
+
+
 def test_chat_turns_repeat_what_was_said_on_shared_system_prompts():
     jobs = make_trace("chat", 131072, seed=0)
 
@@ -99,6 +110,17 @@ def test_held_is_the_bound_and_what_is_left_out():
     assert found["mean"]["fixed/held"] > found["peak"]["fixed/held"]
 
 
+def test_a_chat_that_shares_computes_less_and_holds_what_no_sharing_scheme_can_go_below():
+    config = preset("llama-3.1-8b").config
+    jobs = make_trace("chat", 131072, seed=1)[:40]
+    apart = memory.measure(config, jobs)
+    found = memory.measure_sharing(config, jobs, apart)
+
+    assert found["hits"] > 0.5
+    assert found["held"] < 0.9
+    assert found["less"] + 1e-9 >= 1 and found["less"] < memory.TARGETS["less"]
+
+
 def test_a_short_prompt_alone_in_a_gibibyte_of_bamba_leases_its_state_and_little_more():
     leased = memory.lone_request()
 
@@ -126,7 +148,7 @@ def test_the_control_plane_benchmark_measures_every_operation():
     assert {(r["context"], r["operation"]) for r in results} == {
         (context, operation)
         for context in (256, 4096)
-        for operation in ("decode", "append", "fork", "release")
+        for operation in ("decode", "append", "fork", "release", "match")
     }
     by = {(r["context"], r["operation"]): r for r in results}
     assert all(r["wall_us"] > 0 for r in results)
