@@ -206,13 +206,19 @@ class KVGroupsConfig(SpecModel):
     def load(cls, path: str | Path) -> KVGroupsConfig:
         """Read what `save` wrote. `SpecError` names what is wrong in the file."""
         path = Path(path)
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise SpecError(f"{path}: expected text in UTF-8, got bytes that are none") from None
         if path.suffix == ".json":
             return cls.model_validate_json(text)
         try:
             data = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise SpecError(f"{path}: expected YAML, got text that cannot be read as such: {error}") from None
+        if not isinstance(data, dict):
+            kind = "nothing" if data is None else type(data).__name__
+            raise SpecError(f"{path}: expected a mapping with `groups` and `max_model_len`, got {kind}")
         return cls.model_validate(data)
 
 

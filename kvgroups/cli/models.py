@@ -69,6 +69,8 @@ def load_model(
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """From a folder, from what the hub's client keeps on this machine, or from the hub, in this order."""
+    if not name.strip():
+        raise UsageError("model '': expected the name of a bundled model (kvgroups parity --list), a folder or a hub id")
     path = Path(name).expanduser()
     if path.is_dir():
         return _load(name, str(path), dtype)

@@ -96,7 +96,7 @@ class _Outcome:
         """One object: every report, and who was refused and why."""
         reports = [{"verdict": report.verdict, **report.model_dump(mode="json")} for report in self.reports]
         refused = [{"model": model, "verdict": "refused", "reason": reason} for model, reason in self.refused]
-        passed = all(report.passed for report in self.reports)
+        passed = bool(reports) and all(report.passed for report in self.reports)
         return json.dumps({"passed": passed, "models": reports, "refused": refused}, indent=2)
 
 
@@ -141,7 +141,7 @@ def _check_all(models: list[str], request: _Request, outcome: _Outcome, console:
             try:
                 report = check_parity(model, tokenizer=tokenizer, name=name, progress=show, **request.check)
             except UnsupportedModelError as error:
-                if len(models) == 1:
+                if len(models) == 1 and console is not None:
                     raise
                 outcome.refused.append((name, str(error)))
                 continue

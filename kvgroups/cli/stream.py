@@ -9,6 +9,7 @@ import torch
 from transformers import TextStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from kvgroups.cli.sizes import in_units
 from kvgroups.manager import Manager
 from kvgroups.usage import Usage
 
@@ -34,9 +35,8 @@ class MeteredStreamer(TextStreamer):
         """Take the prompt, (1, prompt tokens), then one token at a time, (1,)."""
         self.num_tokens += 1
         if self.num_tokens == 0:
-            self.token_cache = value[
-                0
-            ].tolist()  # shown with the first token: a call that is refused shows nothing
+            # Shown with the first token: a call that is refused shows nothing.
+            self.token_cache = value[0].tolist()
             return
         self.ended = time.monotonic()
         self.peak = max(self.peak, self.manager.usage(), key=lambda usage: usage.held_bytes)
@@ -50,16 +50,8 @@ class MeteredStreamer(TextStreamer):
     def summary(self) -> str:
         """One line: new tokens, how fast, and the bytes of each group when all together held most."""
         seconds = self.ended - self.started
-        groups = ", ".join(f"{group.name} {_in_units(group.held_bytes)}" for group in self.peak.groups)
+        groups = ", ".join(f"{group.name} {in_units(group.held_bytes)}" for group in self.peak.groups)
         return (
             f"{self.num_tokens} tokens in {seconds:.1f} s, {self.num_tokens / seconds:.1f} tokens/s; "
-            f"KV cache at its peak {_in_units(self.peak.held_bytes)}: {groups}"
+            f"KV cache at its peak {in_units(self.peak.held_bytes)}: {groups}"
         )
-
-
-def _in_units(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"

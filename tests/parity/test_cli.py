@@ -65,6 +65,15 @@ def test_json_is_one_object_and_nothing_else():
     assert "Traceback" not in result.stderr
 
 
+def test_one_refused_model_is_an_object_too():
+    result = kvgroups("parity", "rwkv", "--json", *QUICK)
+
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert found["passed"] is False and found["models"] == []
+    assert [model["model"] for model in found["refused"]] == ["rwkv"]
+
+
 def test_a_folder_with_a_saved_model_and_a_config_of_ones_own(tmp_path):
     tiny("gemma3_text").save_pretrained(tmp_path / "model")
     printed = kvgroups("config", "gemma3_text")
@@ -162,11 +171,16 @@ def test_help_is_fast_because_it_imports_no_torch():
         (["llama", "--workload", "rugged"], "workloads: got 'rugged'; choose from single"),
         (["llama", "--all"], "--all runs every bundled model"),
         (["a/b/c"], "model 'a/b/c': neither bundled"),
+        ([""], "model '': expected the name of a bundled model"),
         (["llama", "--prompts", "{folder}/absent.txt"], "absent.txt: cannot be read: No such file"),
         (["llama", "--prompts", "{folder}/empty.txt"], "empty.txt: holds no prompts; write one a line"),
         (["llama", "--prompts", "{folder}/prompts.txt"], "llama has no tokenizer"),
         (["llama", "--config", "{folder}/absent.yaml"], "absent.yaml: cannot be read: No such file"),
         (["llama", "--config", "{folder}/broken.yaml"], "broken.yaml: expected YAML"),
+        (["llama", "--config", "{folder}/latin1.yaml"], "latin1.yaml: expected text in UTF-8"),
+        (["llama", "--config", "{folder}/latin1.json"], "latin1.json: expected text in UTF-8"),
+        (["llama", "--config", "{folder}/empty.yaml"], "empty.yaml: expected a mapping with `groups`"),
+        (["llama", "--config", "{folder}/list.yaml"], "list.yaml: expected a mapping with `groups`"),
         (["llama", "--config", "{folder}/gemma.yaml"], "layer"),
     ],
 )
@@ -174,6 +188,10 @@ def test_what_cannot_be_used_gives_one_sentence_and_2(arguments, message, tmp_pa
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "prompts.txt").write_text("Hello\n")
     (tmp_path / "broken.yaml").write_text("groups: [")
+    (tmp_path / "latin1.yaml").write_bytes("größe: 4".encode("latin-1"))
+    (tmp_path / "latin1.json").write_bytes("größe: 4".encode("latin-1"))
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    (tmp_path / "list.yaml").write_text("- groups\n")
     (tmp_path / "gemma.yaml").write_text(GEMMA_GROUPS)
     result = kvgroups("parity", *(argument.format(folder=tmp_path) for argument in arguments))
 

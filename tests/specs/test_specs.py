@@ -352,7 +352,7 @@ def test_a_layer_may_be_in_an_attention_group_and_in_a_state_group():
     [
         ("config.json", '{"groups": [', "KVGroupsConfig: Invalid JSON"),
         ("config.yaml", "groups: [", r"config.yaml: expected YAML, got text"),
-        ("config.yaml", "", "KVGroupsConfig: Input should be a valid dictionary"),
+        ("config.yaml", "", "expected a mapping with `groups` and `max_model_len`, got nothing"),
         ("config.yaml", "max_model_len: 8", "KVGroupsConfig.groups: missing"),
     ],
     ids=["broken JSON", "broken YAML", "empty file", "no groups"],
