@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import RESULTS, conditions, show, tell, write
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager, Request
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.specs import (
     FullAttentionSpec,
     GroupConfig,
@@ -100,6 +100,7 @@ class Case:
     def fork(self) -> int:
         """The first request's twin, in the spare row."""
         self._twin = self.manager.fork(self.requests[0], self.tables, self.spare)
+        self.manager.drain()
         return self.tables.commit()
 
     def release(self) -> int:
@@ -129,6 +130,7 @@ class Case:
         """A request whose prefix can be found."""
         request = self.manager.admit(self.tables, row, self.token_ids[: self.context])
         while True:
+            self.manager.drain()
             self.tables.commit()
             self.manager.advance([request], [request.num_allocated_tokens - request.num_computed_tokens])
             self.manager.file(request, self.token_ids)
@@ -138,6 +140,7 @@ class Case:
 
     def _step(self, requests: Sequence[Request], counts: Sequence[int]) -> int:
         self.manager.allocate(requests, counts)
+        self.manager.drain()
         nbytes = self.tables.commit()
         self.manager.advance(requests, counts)
         return nbytes

@@ -39,8 +39,8 @@ from typing import Any
 from benchmarks.replay import MAX_RUNNING, STEP_TOKENS, Live, live_bytes, replay, uncounted_bytes
 from benchmarks.report import RESULTS, conditions, show, tell, write
 from benchmarks.traces import CONTEXT, TRACES, Job, make_trace
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.schemes import PaddedEager, UniformPage, blocks_held
 from kvgroups.specs import KVGroupsConfig
 from kvgroups.specs.presets import preset, preset_names

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.traces import Job
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager, Request
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 
 MAX_RUNNING = 64
@@ -69,6 +69,7 @@ def replay(
         step += 1
         if not running:
             continue
+        manager.drain()
         yield manager, running
         manager.advance([live.request for live in running], [live.total - live.computed for live in running])
         for live in running if share else ():

@@ -1,11 +1,10 @@
-"""Which block holds which tokens of which request: a table per KV-cache group, and all of them as one."""
+"""Which block holds which tokens of which request, in one KV-cache group."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from kvgroups.errors import KVGroupsError, ShapeError, SpecError
 from kvgroups.geometry import BatchGeometry, to_device
 
 if TYPE_CHECKING:
-    from kvgroups.specs import KVGroupsConfig
+    from kvgroups.multi_group_block_table import MultiGroupBlockTable as MultiGroupBlockTable
 
 SLOT_MAPPINGS = get_args(ops.SlotMappingMode)
 """How a group turns a position into a slot. "none" is a state group, whose table holds state slots."""
@@ -286,8 +285,8 @@ class BlockTable:
             ShapeError: the geometry names a row that the table lacks, or a token beyond the row's blocks.
             KVGroupsError: changes are not committed.
         """
-        self._check_tokens_have_blocks(geometry)
-        return _slot_mappings([self], geometry)[0]
+        self.check_tokens_have_blocks(geometry)
+        return slot_mappings([self], geometry)[0]
 
     def gather(self, geometry: BatchGeometry) -> torch.Tensor:
         """This step's rows, in the order of the step. Commit first.
@@ -300,7 +299,7 @@ class BlockTable:
             ShapeError: the geometry names a row that the table lacks.
             KVGroupsError: changes are not committed.
         """
-        self._check_readable(geometry)
+        self.check_readable(geometry)
         rows = geometry.tensors(self.device).rows[: geometry.num_reqs]
         gathered = self.device_table.index_select(0, rows)
         padding = geometry.num_padded_reqs - geometry.num_reqs
@@ -395,7 +394,8 @@ class BlockTable:
             if stop > self._dirty_stop[row]:
                 self._dirty_stop[row] = stop
 
-    def _check_readable(self, geometry: BatchGeometry) -> None:
+    def check_readable(self, geometry: BatchGeometry) -> None:
+        """Raise unless the device's table is up to date and has the step's rows."""
         if self.has_uncommitted_changes:
             raise KVGroupsError(
                 "block_table: expected a committed table, got changes that the device has not seen. Call "
@@ -404,8 +404,9 @@ class BlockTable:
         if geometry.num_reqs:
             self.check_rows(int(geometry.rows.max()))
 
-    def _check_tokens_have_blocks(self, geometry: BatchGeometry) -> None:
-        self._check_readable(geometry)
+    def check_tokens_have_blocks(self, geometry: BatchGeometry) -> None:
+        """Raise unless `compute_slot_mapping` can give every token of the step its slot."""
+        self.check_readable(geometry)
         if self.slot_mapping == "none":
             return
         # A token past its row's blocks would read a cleared entry, get slot -1 and be lost in silence.
@@ -423,190 +424,7 @@ class BlockTable:
             )
 
 
-class MultiGroupBlockTable:
-    """The block tables of all KV-cache groups, changed together and read with one `BatchGeometry`.
-
-    It has the verbs of `BlockTable`. A request has the same row in every group, so verbs on whole rows take
-    only rows. Blocks differ in id, size and number from group to group, so verbs that speak of blocks take
-    a mapping from group name. Every verb is all-or-nothing: if one group refuses, none has changed.
-
-    Args:
-        tables: group name -> table. Equal `max_num_reqs`, device and context-parallel arguments.
-
-    Raises:
-        SpecError: no table, or tables that disagree.
-
-    Example: blocks of 16 for full attention, of 4 for a window.
-        >>> tables = MultiGroupBlockTable({"full": BlockTable(2, 256, 16), "window": BlockTable(2, 256, 4)})
-        >>> tables.append_row(1, {"full": [9], "window": [0, 0, 5]})
-        >>> {name: table.num_blocks_per_row.tolist() for name, table in tables.tables.items()}
-        {'full': [0, 1], 'window': [0, 3]}
-    """
-
-    def __init__(self, tables: Mapping[str, BlockTable]) -> None:
-        if not tables:
-            raise SpecError("block_table: expected at least one KV-cache group, got none.")
-        first, *others = tables
-        for name in ("max_num_reqs", "device", "cp_world_size", "cp_rank", "cp_interleave"):
-            value = getattr(tables[first], name)
-            for other in others:
-                if getattr(tables[other], name) != value:
-                    raise SpecError(
-                        f"block_table: expected one {name} for all KV-cache groups, got {value} in "
-                        f"{first!r} and {getattr(tables[other], name)} in {other!r}."
-                    )
-        self.tables = dict(tables)
-        """Group name -> its table. Change rows through the verbs here wherever groups must stay in step."""
-
-    @classmethod
-    def from_config(
-        cls,
-        config: KVGroupsConfig,
-        *,
-        max_num_reqs: int | None = None,
-        max_model_len: int | None = None,
-        device: torch.device | str = "cpu",
-    ) -> MultiGroupBlockTable:
-        """Tables for the groups of a config, empty.
-
-        Args:
-            config: its groups give name, block size and slot mapping, itself `ring_blocks(group)`.
-            max_num_reqs: rows. Default: the config's.
-            max_model_len: tokens of the longest request. Default: the config's.
-            device: where the mirrors live.
-        """
-        return cls(
-            {
-                group.name: BlockTable(
-                    config.max_num_reqs if max_num_reqs is None else max_num_reqs,
-                    config.max_model_len if max_model_len is None else max_model_len,
-                    group.block_size,
-                    slot_mapping=group.slot_mapping,
-                    ring_blocks=config.ring_blocks(group),
-                    device=device,
-                )
-                for group in config.groups
-            }
-        )
-
-    def __getitem__(self, group: str) -> BlockTable:
-        """The table of one KV-cache group."""
-        return self.tables[group]
-
-    @property
-    def max_num_reqs(self) -> int:
-        """Rows of every group's table."""
-        return next(iter(self.tables.values())).max_num_reqs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tables on the CPU; the mirrors have as many."""
-        return sum(table.nbytes for table in self.tables.values())
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes that all commits so far have moved, over all groups."""
-        return sum(table.committed_bytes for table in self.tables.values())
-
-    def append_row(self, row: int, block_ids: Mapping[str, Sequence[int] | np.ndarray]) -> None:
-        """Add blocks at the end of a row: group name -> block ids. Groups left out stay as they are."""
-        self._check_names(block_ids)
-        for name, ids in block_ids.items():
-            with _naming(name):
-                self.tables[name].check_append(row, ids)
-        for name, ids in block_ids.items():
-            self.tables[name].append_row(row, ids)
-
-    def add_row(self, row: int, block_ids: Mapping[str, Sequence[int] | np.ndarray]) -> None:
-        """Replace a row in every group: group name -> block ids. No group may be left out."""
-        self._check_names(block_ids)
-        if missing := [name for name in self.tables if name not in block_ids]:
-            raise ShapeError(
-                f"block_table: expected block ids for every KV-cache group, got none for {missing}. "
-                f"Give [] for a group that shall be empty."
-            )
-        for name, ids in block_ids.items():
-            with _naming(name):
-                self.tables[name].check_add(row, ids)
-        for name, ids in block_ids.items():
-            self.tables[name].add_row(row, ids)
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Make row `target` equal to row `source` in every group. Both then name the same blocks."""
-        self._check_rows(source, target)
-        for table in self.tables.values():
-            table.copy_row(source, target)
-
-    def move_row(self, source: int, target: int) -> None:
-        """Move row `source` to `target` in every group and clear the vacated row."""
-        self._check_rows(source, target)
-        for table in self.tables.values():
-            table.move_row(source, target)
-
-    def swap_row(self, a: int, b: int) -> None:
-        """Exchange two rows in every group."""
-        self._check_rows(a, b)
-        for table in self.tables.values():
-            table.swap_row(a, b)
-
-    def truncate_row(self, row: int, num_blocks: Mapping[str, int]) -> None:
-        """Keep the first blocks of a row: group name -> how many. Groups left out stay as they are."""
-        self._check_names(num_blocks)
-        for name, count in num_blocks.items():
-            with _naming(name):
-                self.tables[name].check_truncate(row, count)
-        for name, count in num_blocks.items():
-            self.tables[name].truncate_row(row, count)
-
-    def null_range(self, row: int, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """Make blocks null: group name -> (start, stop). Groups left out stay as they are."""
-        self._check_names(ranges)
-        for name, (start, stop) in ranges.items():
-            with _naming(name):
-                self.tables[name].check_null_range(row, start, stop)
-        for name, (start, stop) in ranges.items():
-            self.tables[name].null_range(row, start, stop)
-
-    def clear_row(self, row: int) -> None:
-        """Empty a row in every group."""
-        self._check_rows(row)
-        for table in self.tables.values():
-            table.clear_row(row)
-
-    def commit(self) -> int:
-        """Bring every group's device table up to date. Returns the bytes moved."""
-        return sum(table.commit() for table in self.tables.values())
-
-    def compute_slot_mapping(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
-        """The slot of each token of this step in every group, in one launch. Commit first.
-
-        Returns:
-            Group name -> (num_padded_tokens,), int64: views of one tensor. All -1 for a state group.
-
-        Raises:
-            ShapeError: the geometry names a row that the tables lack, or a token beyond a row's blocks.
-            KVGroupsError: changes are not committed.
-        """
-        for name, table in self.tables.items():
-            with _naming(name):
-                table._check_tokens_have_blocks(geometry)
-        return dict(zip(self.tables, _slot_mappings(list(self.tables.values()), geometry), strict=True))
-
-    def gather(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
-        """This step's rows of every group: group name -> (num_padded_reqs, width), int32. Commit first."""
-        return {name: table.gather(geometry) for name, table in self.tables.items()}
-
-    def _check_rows(self, *rows: int) -> None:
-        next(iter(self.tables.values())).check_rows(*rows)  # all tables have the same rows
-
-    def _check_names(self, names: Mapping[str, object]) -> None:
-        if unknown := [name for name in names if name not in self.tables]:
-            raise ShapeError(
-                f"block_table: expected KV-cache groups among {list(self.tables)}, got {unknown}."
-            )
-
-
-def _slot_mappings(tables: list[BlockTable], geometry: BatchGeometry) -> torch.Tensor:
+def slot_mappings(tables: list[BlockTable], geometry: BatchGeometry) -> torch.Tensor:
     """(num_tables, num_padded_tokens), int64, in one launch for tables that share device and ranks."""
     shared = tables[0]
     tensors = geometry.tensors(shared.device)
@@ -626,15 +444,6 @@ def _slot_mappings(tables: list[BlockTable], geometry: BatchGeometry) -> torch.T
     )
 
 
-@contextmanager
-def _naming(group: str) -> Iterator[None]:
-    """Say in which KV-cache group a check failed."""
-    try:
-        yield
-    except KVGroupsError as error:
-        raise type(error)(f"KV-cache group {group!r}: {error}") from error
-
-
 def _read_only(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.setflags(write=False)
@@ -643,3 +452,12 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 def _cdiv(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
+
+
+def __getattr__(name: str) -> Any:
+    """All groups' tables as one are imported from here too."""
+    if name != "MultiGroupBlockTable":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvgroups.multi_group_block_table import MultiGroupBlockTable
+
+    return MultiGroupBlockTable

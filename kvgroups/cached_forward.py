@@ -138,6 +138,7 @@ class CachedForward:
             query_lens=counts,
             num_computed_tokens=[request.num_computed_tokens for request in requests],
         )
+        self.context.manager.drain()
         tables.commit()
         slots = tables.compute_slot_mapping(geometry)
         groups = {

@@ -107,7 +107,7 @@ class Filing:
         for name in names:
             group = self._states[name]
             (slot,) = group.pool.allocate(1)
-            group.copy_block(int(group.row_blocks(request)[0]), slot)
+            group.copy_state(request, slot)
             block = self._prefixes.file_snapshot(cursor, name, slot)
             assert block is not None
             group.pool.keep([slot])

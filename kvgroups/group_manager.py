@@ -11,6 +11,7 @@ from kvgroups.block_pool import BlockPool
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.demand import GroupDemand, Growth
 from kvgroups.errors import KVGroupsError
+from kvgroups.pending_ops import PendingOps
 from kvgroups.prefix_cache import PrefixCache
 from kvgroups.prefix_hit import PrefixHit
 from kvgroups.request import Request
@@ -33,6 +34,7 @@ class GroupManager:
         slabs: where slabs are leased.
         arena: the bytes of all groups.
         prefixes: what is known of blocks' content, in all groups.
+        pending: where copies are written down.
         max_blocks: the most blocks that may be owned at once; None for as many as the slabs hold.
     """
 
@@ -44,6 +46,7 @@ class GroupManager:
         slabs: SlabPool,
         arena: Arena,
         prefixes: PrefixCache,
+        pending: PendingOps,
         max_blocks: int | None = None,
     ) -> None:
         self.config = group
@@ -53,6 +56,7 @@ class GroupManager:
         self.pool = BlockPool(plan, slabs, max_blocks)
         self.storage = GroupStorage(group, plan, arena)
         self._prefixes = prefixes
+        self._pending = pending
         self.copied_bytes = 0
         """Bytes that forks and rewinds have copied since the manager was made."""
         self.peak_held_bytes = 0
@@ -306,9 +310,13 @@ class GroupManager:
         return blocks
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy a block's bytes, and count them."""
-        self.storage.copy_block(source, target)
+        """Have a block's bytes copied, and count them."""
+        self._pending.copy(self.name, source, target)
         self.copied_bytes += self.plan.block_bytes
+
+    def copy_state(self, request: Request, slot: int) -> None:
+        """Have a request's running state copied to another slot."""
+        self.copy_block(int(self.row_blocks(request)[0]), slot)
 
     # Going back
 

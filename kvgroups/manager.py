@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
 
 from kvgroups import audit
+from kvgroups.accounts import Accounts
+from kvgroups.admission import Admission
 from kvgroups.arena import Arena
 from kvgroups.block_pool import BlockPool
-from kvgroups.block_table import MultiGroupBlockTable
-from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
+from kvgroups.budget import budget_bytes, num_slabs_of
+from kvgroups.checkpoints import Checkpoints
+from kvgroups.errors import KVGroupsError, ShapeError
 from kvgroups.eviction import EvictionPolicy
 from kvgroups.filing import Filing
 from kvgroups.group_manager import GroupManager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
+from kvgroups.pending_ops import PendingOps
 from kvgroups.prefix_cache import PrefixCache
 from kvgroups.prefix_hit import PrefixHit, PrefixStats
 from kvgroups.prefix_tree import Extra
@@ -28,7 +31,7 @@ from kvgroups.slab_plan import SlabPlan
 from kvgroups.slab_pool import SlabPool
 from kvgroups.specs import KVGroupsConfig
 from kvgroups.storage import GroupStorage
-from kvgroups.usage import RequestUsage, Usage
+from kvgroups.usage import Usage
 
 __all__ = ["Checkpoint", "Manager", "Request"]
 
@@ -63,10 +66,10 @@ class Manager:
         self.plan = SlabPlan.for_config(config)
         self._lock = threading.RLock()
         self._requests: dict[Request, None] = {}
-        self._peak_held_bytes = 0
-        budget = self._budget_bytes()
-        self._is_capped = budget is not None
-        num_slabs = 1 if budget is None else self._num_slabs_of(budget)
+        self.pending = PendingOps()
+        budget = budget_bytes(config, self.device)
+        is_capped = budget is not None
+        num_slabs = 1 if budget is None else num_slabs_of(budget, self.plan)
         self.slabs = SlabPool(self.plan, num_slabs)
         self.arena = Arena(self.plan.slab_bytes, self.device, num_slabs)
         self.prefixes = PrefixCache(config, eviction)
@@ -79,13 +82,17 @@ class Manager:
                 self.slabs,
                 self.arena,
                 self.prefixes,
+                self.pending,
                 caps.get(group.name),
             )
             for group in config.groups
         }
-        self._room = Room(self.plan, self.slabs, self.arena, self._groups, self._is_capped)
+        self._accounts = Accounts(self._groups, self.arena)
+        self._admission = Admission(self.plan, self.slabs, self._groups, is_capped)
+        self._room = Room(self.plan, self.slabs, self.arena, self._groups, is_capped)
+        self._checkpoints = Checkpoints(self._groups, self._room, self.prefixes, config.max_rewind)
         retention = retention or RetentionPolicy()
-        share = int(retention.max_share * self.arena.nbytes) if self._is_capped else None
+        share = int(retention.max_share * self.arena.nbytes) if is_capped else None
         self._filing = Filing(self.prefixes, retention, self._groups, self._room, share)
 
     def storage(self, name: str) -> GroupStorage:
@@ -134,9 +141,9 @@ class Manager:
         """
         with self._lock:
             for request, count in zip(requests, num_new_tokens, strict=True):
-                self._check_request(request, count)
+                request.check_count(count, self.config.max_model_len)
                 if request.num_allocated_tokens != request.num_computed_tokens:
-                    self._check_step(request, 0)
+                    request.check_step(0)
             computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
             rewinds = np.array([request.max_rewind for request in requests], dtype=np.int64)
             counts = np.array(num_new_tokens, dtype=np.int64)
@@ -156,7 +163,16 @@ class Manager:
                 self._groups[name].append(rows)
             for request, count in zip(requests, num_new_tokens, strict=True):
                 request.num_allocated_tokens += count
-            self._note_peak()
+            self._accounts.note_peak()
+
+    def drain(self) -> None:
+        """Do what the calls so far have written down in `pending`: copies for forks, hits, checkpoints and snapshots.
+
+        Called after `allocate` and before the forward, when no other forward runs.
+        """
+        if self.pending:
+            with self._lock:
+                self.pending.drain({name: group.storage for name, group in self._groups.items()})
 
     def advance(self, requests: Sequence[Request], num_new_tokens: Sequence[int]) -> None:
         """Count tokens as computed, after the forward that wrote them.
@@ -164,11 +180,14 @@ class Manager:
         A window keeps what a query after all of the step's tokens can see, so a step is counted whole.
 
         Raises:
-            KVGroupsError: a count that is not what `allocate` was given; nothing is counted.
+            KVGroupsError: a count that is not what `allocate` was given, or a copy that the step depended on was not
+                drained before it; nothing is counted.
         """
         with self._lock:
+            if self.pending:
+                self._check_drained(requests)
             for request, count in zip(requests, num_new_tokens, strict=True):
-                self._check_step(request, count)
+                request.check_step(count)
             for request, count in zip(requests, num_new_tokens, strict=True):
                 request.num_computed_tokens += count
 
@@ -184,12 +203,12 @@ class Manager:
     def free(self, request: Request) -> None:
         """Give up all blocks of a request. A request can be freed once."""
         with self._lock:
-            self._check_request(request, 0)
+            request.check_live()
             self.prefixes.tick()
             for group in self._groups.values():
                 group.free(group.row_blocks(request))
             request.tables.clear_row(request.row)
-            self._drop_checkpoint(request)
+            self._checkpoints.drop(request)
             if request.cursor is not None:
                 self.prefixes.close(request.cursor)
             request.is_live = False
@@ -207,8 +226,8 @@ class Manager:
                 step. Whatever is raised, nothing is changed.
         """
         with self._lock:
-            self._check_request(request, 0)
-            self._check_step(request, 0)
+            request.check_live()
+            request.check_step(0)
             self._check_vacant(tables, row)
             copies = {name: group.private_columns(request) for name, group in self._groups.items()}
             need = {name: len(columns) for name, columns in copies.items()}
@@ -229,8 +248,9 @@ class Manager:
             tables.add_row(
                 row, {name: group.fork_row(request, copies[name]) for name, group in self._groups.items()}
             )
+            self._mark([request, child])
             self._requests[child] = None
-            self._note_peak()
+            self._accounts.note_peak()
             return child
 
     def move(self, request: Request, tables: MultiGroupBlockTable, row: int) -> None:
@@ -240,7 +260,7 @@ class Manager:
             KVGroupsError: the row belongs to a request, or `request` was freed. Nothing is changed.
         """
         with self._lock:
-            self._check_request(request, 0)
+            request.check_live()
             self._check_vacant(tables, row)
             tables.add_row(row, {name: group.row_blocks(request) for name, group in self._groups.items()})
             request.tables.clear_row(request.row)
@@ -257,32 +277,15 @@ class Manager:
             offsets: tokens of the step that come before the checkpoint.
 
         Raises:
-            OutOfBlocksError: if the slots do not fit; nothing is changed.
+            OutOfBlocksError: if the slots do not fit.
+            ShapeError: a negative offset.
+            KVGroupsError: a request that was freed or is in the middle of a step. Whatever is raised, nothing is
+                changed.
         """
         with self._lock:
-            states = {name: group for name, group in self._groups.items() if group.config.is_state}
-            totals = [r.num_computed_tokens + offset for r, offset in zip(requests, offsets, strict=True)]
-            for request in requests:
-                self._check_request(request, 0)
-            need = sum(total > 0 for total in totals)
-            old = [request.checkpoint.slots for request in requests if request.checkpoint is not None]
-            self._room.check(
-                dict.fromkeys(states, need),
-                {
-                    name: np.array([slots[name] for slots in old if name in slots], dtype=np.int64)
-                    for name in states
-                },
-            )
-            for request in requests:
-                self._drop_checkpoint(request)
-            self._room.make(dict.fromkeys(states, need))
-            for request, total, offset in zip(requests, totals, offsets, strict=True):
-                slots = {name: group.pool.allocate(1)[0] for name, group in states.items() if total}
-                if offset == 0:
-                    for name, slot in slots.items():
-                        states[name].copy_block(int(states[name].row_blocks(request)[0]), slot)
-                request.checkpoint = Checkpoint(total, slots)
-            self._note_peak()
+            self._checkpoints.set(requests, offsets)
+            self._mark(requests)
+            self._accounts.note_peak()
 
     def rewind(self, request: Request, num_tokens: int) -> int:
         """Take a request back by some tokens, in all groups, or raise and change nothing.
@@ -304,33 +307,14 @@ class Manager:
             OutOfBlocksError: the new tail is shared and its copy does not fit.
         """
         with self._lock:
-            base = self._rewind_base(request, num_tokens)
-            if num_tokens == 0:
-                return 0
-            shared = [name for name, group in self._groups.items() if group.has_shared_tail(request, base)]
-            self._room.check(dict.fromkeys(shared, 1))
-            self._room.make(dict.fromkeys(shared, 1))
-            if request.cursor is not None:
-                self.prefixes.rewind(request.cursor, base)
-            for name, group in self._groups.items():
-                if group.config.is_state:
-                    group.restore_state(request)
-                    continue
-                group.truncate(request, base)
-                if name in shared:
-                    group.own_tail(request)
-                elif base % group.config.block_size and not group.demand.ring_blocks:
-                    group.forget(int(group.row_blocks(request)[-1]))
-            if request.checkpoint is not None:
-                request.checkpoint = None  # its slots are the running ones now
-            target = request.num_computed_tokens - num_tokens
-            request.num_computed_tokens = request.num_allocated_tokens = base
-            return target - base
+            again = self._checkpoints.rewind(request, num_tokens)
+            self._mark([request])
+            return again
 
     def check_rewind(self, request: Request, num_tokens: int) -> None:
         """Raise what `rewind` would raise for want of a checkpoint or of window tokens; change nothing."""
         with self._lock:
-            self._rewind_base(request, num_tokens)
+            self._checkpoints.base_of(request, num_tokens)
 
     # Prefixes
 
@@ -397,8 +381,9 @@ class Manager:
                 self._groups[name].append([(request, growth)])
             request.num_allocated_tokens += count
             request.cursor = self.prefixes.open(extra, hit)
+            self._mark([request])
             self._requests[request] = None
-            self._note_peak()
+            self._accounts.note_peak()
             return request
 
     def next_step(self, request: Request, max_new_tokens: int | None = None) -> int:
@@ -428,8 +413,8 @@ class Manager:
             KVGroupsError: the request was freed, or is in the middle of a step.
         """
         with self._lock:
-            self._check_request(request, 0)
-            self._check_step(request, 0)
+            request.check_live()
+            request.check_step(0)
             here = request.num_computed_tokens
             if len(token_ids) < here:
                 raise ShapeError(
@@ -437,6 +422,7 @@ class Manager:
                 )
             self.prefixes.note_version(version)
             self._filing.file(request, token_ids[:here])
+            self._mark([request])
 
     def flush(self) -> None:
         """Forget all prefixes, as after a change of the model's parameters. Live requests keep their blocks; what
@@ -458,7 +444,7 @@ class Manager:
     def explain(self, request: Request) -> str:
         """Where a request's blocks came from, and why its hit was not longer: a text for people."""
         with self._lock:
-            self._check_request(request, 0)
+            request.check_live()
             lines = [f"row {request.row}: {request.num_computed_tokens} tokens are computed"]
             if request.hit is None:
                 lines.append("  it was opened without a prompt, so no prefix was looked for")
@@ -485,7 +471,7 @@ class Manager:
         )
         if hit.num_prompt_tokens == 0:
             raise ShapeError("token_ids: expected at least one token, got none")
-        self._check_request(request, hit.num_prompt_tokens - hit.num_tokens)
+        request.check_count(hit.num_prompt_tokens - hit.num_tokens, self.config.max_model_len)
         return request
 
     # Limits and accounts
@@ -518,50 +504,19 @@ class Manager:
         """
         if self.config.memory is None:
             return
-        pads = Counter(padding or [0] * num_requests)
-        need = {
-            name: sum(
-                count * group.demand.peak_blocks(prompt_len, max_len, chunk_size, pad, max_rewind)
-                for pad, count in pads.items()
-            )
-            - num_shared * group.demand.num_shared_blocks(prompt_len - max(pads))
-            for name, group in self._groups.items()
-        }
-        what = f"{num_requests} requests of up to {max_len} tokens need"
-        for name, group in self._groups.items():
-            cap = group.pool.max_blocks
-            if cap is not None and need[name] > cap:
-                raise OutOfBlocksError(
-                    f"group {name!r}: {what} {need[name]} blocks of {group.config.block_size} tokens and there are "
-                    f"{cap}; give more memory, or fewer or shorter requests"
-                )
-        num_slabs = self.plan.num_slabs(need)
-        if self._is_capped and num_slabs > self.slabs.num_slabs:
-            largest = max(need, key=lambda name: need[name] * self.plan.group(name).stride_bytes)
-            raise OutOfBlocksError(
-                f"memory: {what} {num_slabs} slabs of {self.plan.slab_bytes} bytes (group {largest!r}: "
-                f"{need[largest]} blocks) and there are {self.slabs.num_slabs}; give more memory, or fewer or shorter "
-                "requests"
-            )
+        self._admission.check_fits(
+            num_requests, prompt_len, max_len, chunk_size, padding, num_shared, max_rewind
+        )
 
     def usage(self) -> Usage:
         """Bytes live, cached, free, leased and wasted, group by group, and what each request holds."""
         with self._lock:
-            return Usage(
-                groups=tuple(group.usage() for group in self._groups.values()),
-                requests=tuple(self._request_usage(request) for request in self._requests),
-                allocated_bytes=self.arena.nbytes,
-                peak_held_bytes=self._peak_held_bytes,
-                copied_bytes=sum(group.copied_bytes for group in self._groups.values()),
-            )
+            return self._accounts.usage(self._requests)
 
     def reset_peak(self) -> None:
         """Start the peaks of `usage` anew from what is held now."""
         with self._lock:
-            self._peak_held_bytes = 0
-            for group in self._groups.values():
-                group.peak_held_bytes = 0
-            self._note_peak()
+            self._accounts.reset_peak()
 
     def check(self) -> None:
         """Hold every slab and every block's owners against the tables, and every row against its request.
@@ -581,60 +536,20 @@ class Manager:
             cursors = [request.cursor for request in self._requests if request.cursor is not None]
             self.prefixes.check(cursors)
 
-    # Going back
-
-    def _rewind_base(self, request: Request, num_tokens: int) -> int:
-        """The number of tokens that a rewound request can really go back to."""
-        self._check_request(request, 0)
-        self._check_step(request, 0)
-        target = request.num_computed_tokens - num_tokens
-        if num_tokens < 0 or target < 0:
-            raise ShapeError(
-                f"rewind: expected 0 to {request.num_computed_tokens} tokens, what the request has, got {num_tokens}"
-            )
-        base = target
-        if num_tokens and any(group.config.is_state for group in self._groups.values()):
-            if request.checkpoint is None or request.checkpoint.num_tokens > target:
-                at = (
-                    "none"
-                    if request.checkpoint is None
-                    else f"one after {request.checkpoint.num_tokens} tokens"
-                )
-                raise KVGroupsError(
-                    f"rewind: the states after {target} tokens or fewer are needed, and of checkpoints there is {at}; "
-                    "raise max_rewind before the tokens are fed"
-                )
-            base = request.checkpoint.num_tokens
-        for group in self._groups.values():
-            group.check_window(request, base, max(self.config.max_rewind, request.max_rewind))
-        return base
-
-    def _drop_checkpoint(self, request: Request) -> None:
-        if request.checkpoint is not None:
-            for name, slot in request.checkpoint.slots.items():
-                self._groups[name].free([slot])
-            request.checkpoint = None
-
     # Checks
 
-    def _check_request(self, request: Request, count: int) -> None:
-        if not request.is_live:
-            raise KVGroupsError(f"the request in row {request.row} was freed before; open a new one")
-        if count < 0:
-            raise ShapeError(f"num_new_tokens: expected 0 or more, got {count}")
-        if request.num_computed_tokens + count > self.config.max_model_len:
-            raise ShapeError(
-                f"request of {request.num_computed_tokens + count} tokens: max_model_len is {self.config.max_model_len}; "
-                "patch the model with a config whose max_model_len is larger"
-            )
+    def _mark(self, requests: Sequence[Request]) -> None:
+        """What has been written down by now concerns these requests: their next forward comes after it."""
+        for request in requests:
+            request.num_ops = self.pending.num_recorded
 
-    def _check_step(self, request: Request, count: int) -> None:
-        allocated = request.num_allocated_tokens - request.num_computed_tokens
-        if allocated != count:
-            raise KVGroupsError(
-                f"the request in row {request.row} has blocks for a step of {allocated} tokens, expected {count}; "
-                "advance by what was allocated, or cancel, before the next step"
-            )
+    def _check_drained(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.num_ops > self.pending.num_drained:
+                raise KVGroupsError(
+                    f"the request in row {request.row} was computed while {len(self.pending)} copies of blocks were "
+                    "waiting; call drain() after allocate and before the forward"
+                )
 
     def _check_vacant(self, tables: MultiGroupBlockTable, row: int) -> None:
         for name in self._groups:
@@ -643,39 +558,3 @@ class Manager:
             raise KVGroupsError(
                 f"row {row} belongs to another request; free that first, or take an empty row"
             )
-
-    # Memory
-
-    def _request_usage(self, request: Request) -> RequestUsage:
-        held, shared = {}, {}
-        for name, group in self._groups.items():
-            blocks = group.held_blocks(request)
-            held[name] = len(blocks) * group.plan.block_bytes
-            shared[name] = int((group.pool.references[blocks] > 1).sum()) * group.plan.block_bytes
-        return RequestUsage(request.row, request.num_computed_tokens, held, shared)
-
-    def _note_peak(self) -> None:
-        for group in self._groups.values():
-            group.note_peak()
-        held = sum(group.held_bytes for group in self._groups.values())
-        self._peak_held_bytes = max(self._peak_held_bytes, held)
-
-    def _num_slabs_of(self, budget: int) -> int:
-        num_slabs = budget // self.plan.slab_bytes
-        needed = self.plan.num_slabs({group.name: 1 for group in self.config.groups})
-        if num_slabs < needed:
-            raise OutOfBlocksError(
-                f"memory: {budget} bytes are {num_slabs} slabs of {self.plan.slab_bytes}, and one block of each group "
-                f"takes {needed} ({needed * self.plan.slab_bytes} bytes); give more memory or smaller blocks"
-            )
-        return num_slabs
-
-    def _budget_bytes(self) -> int | None:
-        memory = self.config.memory
-        if memory is None or isinstance(memory, dict):
-            return None
-        if isinstance(memory, int):
-            return memory
-        if self.device.type == "cuda":
-            return int(memory * torch.cuda.mem_get_info(self.device)[1])
-        return int(memory * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

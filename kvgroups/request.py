@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvgroups.block_table import MultiGroupBlockTable
+from kvgroups.errors import KVGroupsError, ShapeError
 from kvgroups.eviction import CachedBlock
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.prefix_hit import PrefixHit
 from kvgroups.prefix_tree import Cursor, Extra
 
@@ -47,3 +48,30 @@ class Request:
     points: dict[int, list[CachedBlock]] = field(default_factory=dict)
     """Its retention points so far, each with what is kept there."""
     is_live: bool = True
+    num_ops: int = 0
+    """Operations of the manager's `PendingOps` that must have been drained before its next forward."""
+
+    def check_live(self) -> None:
+        """Raise KVGroupsError if it was freed."""
+        if not self.is_live:
+            raise KVGroupsError(f"the request in row {self.row} was freed before; open a new one")
+
+    def check_count(self, count: int, max_model_len: int) -> None:
+        """Raise unless it can compute `count` more tokens: ShapeError, or KVGroupsError if it was freed."""
+        self.check_live()
+        if count < 0:
+            raise ShapeError(f"num_new_tokens: expected 0 or more, got {count}")
+        if self.num_computed_tokens + count > max_model_len:
+            raise ShapeError(
+                f"request of {self.num_computed_tokens + count} tokens: max_model_len is {max_model_len}; "
+                "patch the model with a config whose max_model_len is larger"
+            )
+
+    def check_step(self, count: int) -> None:
+        """Raise KVGroupsError unless it is in a step of `count` tokens; 0 for between two steps."""
+        allocated = self.num_allocated_tokens - self.num_computed_tokens
+        if allocated != count:
+            raise KVGroupsError(
+                f"the request in row {self.row} has blocks for a step of {allocated} tokens, expected {count}; "
+                "advance by what was allocated, or cancel, before the next step"
+            )

@@ -118,8 +118,8 @@ class Room:
                     continue
                 assert not self._is_capped, "what was found to fit does not"
             size = max(self._slabs.num_slabs + missing, int(_GROWTH * self._slabs.num_slabs))
+            self._arena.grow(size)  # first: a device may have no memory left, and then nothing has changed
             self._slabs.grow(size)
-            self._arena.grow(size)
 
     # Counting
 

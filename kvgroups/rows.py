@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager, Request
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 
 
 class CacheRows:

@@ -33,6 +33,7 @@ def poison_free_blocks(model: PreTrainedModel) -> None:
     """
     context = model.__dict__["_kvgroups"].context
     manager = context.manager
+    manager.drain()  # a copy may wait to be made from a block that is free by now
     for group in context.config.groups:
         free = manager.pool(group.name).free_blocks()
         manager.storage(group.name).fill([NULL_BLOCK_ID, *free], 0xFF)

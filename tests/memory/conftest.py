@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager, Request
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.prefix_tree import Node
 from kvgroups.retention import RetentionPolicy
 from kvgroups.specs import (
@@ -78,6 +78,7 @@ class Bench:
 
     def step(self, request: Request, count: int) -> None:
         self.manager.allocate([request], [count])
+        self.manager.drain()
         self.manager.advance([request], [count])
 
     def row(self, request: Request, group: str) -> list[int]:
@@ -150,6 +151,7 @@ class Worker(Bench):
 
     def write(self, request: Request, tokens: Sequence[int], count: int) -> None:
         """Write the values of the next `count` tokens, as a forward does."""
+        self.manager.drain()
         start = request.num_computed_tokens
         values = prefix_values(tokens, request.extra)
         for group in self.config.groups:
@@ -164,6 +166,7 @@ class Worker(Bench):
 
     def assert_reads(self, request: Request, tokens: Sequence[int]) -> None:
         """Everything that the next query sees has the value of its own prefix."""
+        self.manager.drain()
         values = prefix_values(tokens, request.extra)
         here = request.num_computed_tokens
         for group in self.config.groups:
@@ -179,6 +182,7 @@ class Worker(Bench):
 
     def assert_findable_is_right(self) -> None:
         """Every block that a later prompt may find has the values of the prefix that it is filed under."""
+        self.manager.drain()
         for group in self.config.groups:
             for block_id, node in self.manager.prefixes._nodes[group.name].items():
                 *path, root = [node, *node.ancestors(), root_of(node)]

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import OutOfBlocksError
 from kvgroups.manager import Manager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.specs.presets import preset
 
 MIB = 1024 * 1024

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvgroups.arena import Arena
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 
 ALL_KINDS = {"full": (16,), "window": (10, 4), "ring": (10, 4), "chunk": (8, 4), "state": ()}
 
@@ -291,6 +291,7 @@ def numbered(bench, request) -> dict[str, list[list[float]]]:
 
 
 def contents(bench, request) -> dict[str, list[list[float]]]:
+    bench.manager.drain()
     return {
         group.name: [
             view[block_id].flatten().tolist()
@@ -347,6 +348,7 @@ def test_forks_go_their_own_ways(make_bench):
     child = bench.manager.fork(parent, bench.tables, 1)
     for _ in range(20):
         bench.manager.allocate([parent, child], [1, 3])
+        bench.manager.drain()
         bench.manager.advance([parent, child], [1, 3])
         bench.manager.check()
     assert bench.row(parent, "full")[0] == bench.row(child, "full")[0]

@@ -38,8 +38,10 @@ counts = st.one_of(st.integers(1, 3), st.integers(1, 40))
 class ManagerBesideTheTruth(RuleBasedStateMachine):
     bench_class: type  # of the conftest
 
-    @initialize(memory=memories, max_rewind=st.sampled_from([0, 0, 3]))
-    def build(self, memory, max_rewind):
+    @initialize(memory=memories, max_rewind=st.sampled_from([0, 0, 3]), drains_late=st.booleans())
+    def build(self, memory, max_rewind, drains_late):
+        self.drains_late = drains_late
+        """Whether copies wait for the next step, whatever is called in between."""
         self.bench = self.bench_class(
             GROUPS, memory=memory, max_rewind=max_rewind, max_num_reqs=NUM_ROWS, max_model_len=MAX_LEN
         )
@@ -163,6 +165,10 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
 
     @invariant()
     def every_request_reads_its_own_tokens(self):
+        if hasattr(self, "manager"):
+            if self.drains_late and self.manager.pending:
+                return
+            self.manager.drain()
         for row, numbers in getattr(self, "truth", {}).items():
             for name in GROUPS:
                 group = self.bench.config.group(name)
@@ -227,6 +233,7 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         A ring and a state are overwritten in place, which no `cancel` can undo: `overwrites_history=False`
         stands for a forward that failed before it came to them.
         """
+        self.manager.drain()
         if not numbers:
             return
         start = len(self.truth[row])

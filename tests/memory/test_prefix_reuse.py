@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import KVGroupsError, OutOfBlocksError, ShapeError
 from kvgroups.eviction import EvictionPolicy
 from kvgroups.manager import Manager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.retention import RetentionPolicy
 from kvgroups.specs import FullAttentionSpec, GroupConfig, KVGroupsConfig
 

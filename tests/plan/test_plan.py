@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.errors import OutOfBlocksError, SpecError
 from kvgroups.manager import Manager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.plan import MemoryPlan
 from kvgroups.schemes import most_blocks_held
 from kvgroups.specs import FullAttentionSpec, GroupConfig, KVGroupsConfig, SlidingWindowSpec

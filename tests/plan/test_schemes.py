@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from kvgroups import infer_config
-from kvgroups.block_table import MultiGroupBlockTable
 from kvgroups.manager import Manager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.schemes import Bound, PaddedEager, Slabs, UniformPage, blocks_held, most_blocks_held
 from kvgroups.specs import (
     ChunkedAttentionSpec,

@@ -3,9 +3,10 @@
 import pytest
 
 from kvgroups import ops
-from kvgroups.block_table import BlockTable, MultiGroupBlockTable
+from kvgroups.block_table import BlockTable
 from kvgroups.errors import KVGroupsError, ShapeError, SpecError
 from kvgroups.geometry import BatchGeometry
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.specs import (
     FullAttentionSpec,
     GroupConfig,

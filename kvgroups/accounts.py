@@ -1,0 +1,56 @@
+"""What all KV-cache groups and requests hold together, and the most that they ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvgroups.arena import Arena
+from kvgroups.group_manager import GroupManager
+from kvgroups.request import Request
+from kvgroups.usage import RequestUsage, Usage
+
+
+class Accounts:
+    """Adds up what the groups know of themselves.
+
+    Args:
+        groups: the groups by name.
+        arena: the bytes that they share.
+    """
+
+    def __init__(self, groups: Mapping[str, GroupManager], arena: Arena) -> None:
+        self._groups = groups
+        self._arena = arena
+        self._peak_held_bytes = 0
+
+    def note_peak(self) -> None:
+        """Remember what is held now if it is more than ever before."""
+        for group in self._groups.values():
+            group.note_peak()
+        held = sum(group.held_bytes for group in self._groups.values())
+        self._peak_held_bytes = max(self._peak_held_bytes, held)
+
+    def reset_peak(self) -> None:
+        """Forget what was held before."""
+        self._peak_held_bytes = 0
+        for group in self._groups.values():
+            group.peak_held_bytes = 0
+        self.note_peak()
+
+    def usage(self, requests: Iterable[Request]) -> Usage:
+        """The account of this moment, with these live requests."""
+        return Usage(
+            groups=tuple(group.usage() for group in self._groups.values()),
+            requests=tuple(self._request_usage(request) for request in requests),
+            allocated_bytes=self._arena.nbytes,
+            peak_held_bytes=self._peak_held_bytes,
+            copied_bytes=sum(group.copied_bytes for group in self._groups.values()),
+        )
+
+    def _request_usage(self, request: Request) -> RequestUsage:
+        held, shared = {}, {}
+        for name, group in self._groups.items():
+            blocks = group.held_blocks(request)
+            held[name] = len(blocks) * group.plan.block_bytes
+            shared[name] = int((group.pool.references[blocks] > 1).sum()) * group.plan.block_bytes
+        return RequestUsage(request.row, request.num_computed_tokens, held, shared)

@@ -1,0 +1,75 @@
+"""What the bytes have yet to follow of what the accounts say already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvgroups.storage import GroupStorage
+
+_POISON = 0xFF
+"""A byte of a poisoned block: NaN in every float dtype."""
+
+
+class _Copy(NamedTuple):
+    group: str
+    source: int
+    target: int
+
+
+class _Poison(NamedTuple):
+    group: str
+    block_ids: tuple[int, ...]
+
+
+class PendingOps:
+    """Copies of blocks, and in debug mode the poison of freed ones, in the order in which they were asked for.
+
+    The manager's calls only write them down. Nobody but a forward writes to blocks, so what is done in that order
+    before the next forward ends as if it had been done at once: a block that is freed and handed out again in the
+    meantime is still copied from before it is copied to.
+
+    Example: a tail is copied for a fork, and from there for a fork of the fork.
+        >>> ops = PendingOps()
+        >>> ops.copy("full", 6, 9)
+        >>> ops.copy("full", 9, 4)
+        >>> len(ops), ops.num_recorded, ops.num_drained
+        (2, 2, 0)
+    """
+
+    def __init__(self) -> None:
+        self._ops: list[_Copy | _Poison] = []
+        self.num_drained = 0
+        """Operations that have been done, of all that were ever written down."""
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    @property
+    def num_recorded(self) -> int:
+        """Operations that were ever written down."""
+        return self.num_drained + len(self._ops)
+
+    def copy(self, group: str, source: int, target: int) -> None:
+        """Copy all layers' bytes of one block of a group to another."""
+        self._ops.append(_Copy(group, source, target))
+
+    def poison(self, group: str, block_ids: Sequence[int] | np.ndarray) -> None:
+        """Overwrite blocks that nobody owns, so that whoever reads one computes NaN."""
+        self._ops.append(_Poison(group, tuple(map(int, block_ids))))
+
+    def drain(self, storages: Mapping[str, GroupStorage]) -> None:
+        """Do everything, in order.
+
+        Args:
+            storages: the bytes of each group by name.
+        """
+        ops, self._ops = self._ops, []
+        self.num_drained += len(ops)
+        for op in ops:
+            if isinstance(op, _Copy):
+                storages[op.group].copy_block(op.source, op.target)
+            else:
+                storages[op.group].fill(op.block_ids, _POISON)
