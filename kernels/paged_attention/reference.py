@@ -24,11 +24,15 @@ def paged_attention(
     sinks=None,
     layout="HND",
     ring_blocks=0,
+    return_lse=False,
+    max_query_len=None,
+    max_seq_len=None,
 ):
     """See `kvgroups.ops.paged_attention`."""
     query_starts = query_start_loc.tolist()
     key_starts = query_starts if kv_start_loc is None else kv_start_loc.tolist()
     output = query.new_zeros(*query.shape[:2], value.shape[2])
+    lse = query.new_full(query.shape[:2], float("-inf"), dtype=_exact(query.dtype))
 
     for request, num_computed in enumerate(num_computed_tokens.tolist()):
         key_start, key_stop = key_starts[request : request + 2]
@@ -60,13 +64,20 @@ def paged_attention(
             keys_and_values = [pair for pair in seen if pair is not None]
             if keys_and_values:
                 keys, values = (torch.stack(tensors) for tensors in zip(*keys_and_values, strict=True))
-                output[token] = _attend(query[token], keys, values, scale, softcap, sinks)
-    return output
+                output[token], lse[token] = _attend(query[token], keys, values, scale, softcap, sinks)
+            elif sinks is not None:
+                lse[token] = sinks
+    return (output, lse) if return_lse else output
+
+
+def _exact(dtype):
+    """What softmax runs in: fp32 or, for fp64, fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _attend(query, keys, values, scale, softcap, sinks):
-    """One query (heads, dim) over the keys it sees (seen, kv_heads, dim), in fp32 or, for fp64, in fp64."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    """One query (heads, dim) over the keys it sees (seen, kv_heads, dim), and its log-sum-exp (heads,)."""
+    dtype = _exact(query.dtype)
     shared = query.shape[0] // keys.shape[1]
     keys = repeat(keys.to(dtype), "seen kv_head dim -> seen (kv_head shared) dim", shared=shared)
     values = repeat(values.to(dtype), "seen kv_head dim -> seen (kv_head shared) dim", shared=shared)
@@ -76,4 +87,4 @@ def _attend(query, keys, values, scale, softcap, sinks):
     if sinks is not None:
         scores = torch.cat([scores, rearrange(sinks.to(dtype), "head -> head 1")], dim=1)
     weights = scores.softmax(dim=1)[:, : len(keys)]
-    return einsum(weights, values, "head seen, seen head dim -> head dim")
+    return einsum(weights, values, "head seen, seen head dim -> head dim"), scores.logsumexp(dim=1)

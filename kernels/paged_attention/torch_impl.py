@@ -49,11 +49,14 @@ def paged_attention(
     sinks=None,
     layout="HND",
     ring_blocks=0,
+    return_lse=False,
+    max_query_len=None,
+    max_seq_len=None,
 ):
     """See `kvgroups.ops.paged_attention`."""
-    rule = _Rule(scale, window, chunk, softcap, sinks)
+    rule = _Rule(scale, window, chunk, softcap, sinks, return_lse)
     pages = None if key_cache is None else _Pages(key_cache, value_cache, block_table, layout, ring_blocks)
-    output = query.new_zeros(*query.shape[:2], value.shape[2])
+    output = _nothing(query[None], value.shape[2], rule, has_sinks=False)[0]
     for rows in _batches(_rows(query_start_loc, kv_start_loc, num_computed_tokens), pages, rule):
         if rows[0].is_fresh:
             attended = _attend_fresh(rows, query, key, value, rule)
@@ -62,7 +65,7 @@ def paged_attention(
         else:
             attended = _attend_chunk(rows[0], query, key, value, pages, rule)
         _put(output, [row.query_start for row in rows], attended)
-    return output
+    return (output[..., :-1].to(query.dtype), output[..., -1].contiguous()) if return_lse else output
 
 
 class _Row(NamedTuple):
@@ -93,6 +96,8 @@ class _Rule:
     chunk: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+    returns_lse: bool
+    """Whether the log-sum-exp is wanted: outputs then are fp32 with one more column, which holds it."""
 
     def first_visible(self, position):
         """The lowest position that a query at `position` sees."""
@@ -106,7 +111,7 @@ class _Rule:
     @property
     def needs_scores(self):
         """Whether the scores must be in hand, so that the fused kernel cannot serve."""
-        return self.softcap is not None or self.sinks is not None
+        return self.softcap is not None or self.sinks is not None or self.returns_lse
 
 
 @dataclass(frozen=True)
@@ -275,9 +280,7 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
     """
     position, end = max(query_position, 0), query_position + query.shape[1]
     # A query before every key sees nothing.
-    tiles = [
-        query.new_zeros(len(query), min(position, end) - query_position, query.shape[2], values.shape[3])
-    ]
+    tiles = [_nothing(query[:, : min(position, end) - query_position], values.shape[3], rule)]
     while position < end:
         first = max(key_position, rule.first_visible(position))
         stop = end if rule.chunk is None else min(end, (position // rule.chunk + 1) * rule.chunk)
@@ -328,8 +331,23 @@ def _attend(query, keys, values, rule, visible=None, is_causal=False):
         output = _attend_fused(query, keys, values, rule, visible, is_causal)
     output = output.permute(0, 3, 1, 2, 4).flatten(2, 3)
     if visible is not None:
-        output = output.masked_fill(~visible.any(dim=2)[:, :, None, None], 0)
+        # Its log-sum-exp, where there is one, is right as it is.
+        output[..., : values.shape[3]].masked_fill_(~visible.any(dim=2)[:, :, None, None], 0)
     return output
+
+
+def _nothing(query, dim_v, rule, has_sinks=True):
+    """The outputs of queries (b, t, heads, d) that see no key; without sinks if they are only padding."""
+    if not rule.returns_lse:
+        return query.new_zeros(*query.shape[:3], dim_v)
+    output = query.new_zeros(*query.shape[:3], dim_v + 1, dtype=_exact(query.dtype))
+    output[..., -1] = rule.sinks if has_sinks and rule.sinks is not None else float("-inf")
+    return output
+
+
+def _exact(dtype):
+    """What softmax runs in: fp32 or, for fp64, fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _attend_fused(query, keys, values, rule, visible, is_causal):
@@ -356,8 +374,8 @@ def _attend_fused(query, keys, values, rule, visible, is_causal):
 
 
 def _attend_with_scores(query, keys, values, rule, visible):
-    """Explicit scores in fp32 (fp64 for fp64): query (b, h, g, t, d) -> (b, h, g, t, d_v)."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    """Explicit scores in fp32 (fp64 for fp64): query (b, h, g, t, d) -> (b, h, g, t, d_v or d_v + 1)."""
+    dtype = _exact(query.dtype)
     g, t = query.shape[2:4]
     scores = query.to(dtype).flatten(2, 3) @ keys.to(dtype).mT
     scores = scores.unflatten(2, (g, t)).mul_(rule.scale)
@@ -369,7 +387,10 @@ def _attend_with_scores(query, keys, values, rule, visible):
         sinks = rule.sinks.to(dtype).view(1, -1, g, 1, 1).expand(*scores.shape[:4], 1)
         scores = torch.cat([scores, sinks], dim=4)
     weights = scores.softmax(dim=4)[..., : keys.shape[2]]
-    return (weights.flatten(2, 3) @ values.to(dtype)).unflatten(2, (g, t)).to(query.dtype)
+    output = (weights.flatten(2, 3) @ values.to(dtype)).unflatten(2, (g, t))
+    if rule.returns_lse:
+        return torch.cat([output, scores.logsumexp(dim=4, keepdim=True)], dim=4)
+    return output.to(query.dtype)
 
 
 def _blank(keys, values, where):

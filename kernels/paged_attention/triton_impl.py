@@ -85,6 +85,9 @@ def refusals(
     sinks=None,
     layout="HND",
     ring_blocks=0,
+    return_lse=False,
+    max_query_len=None,
+    max_seq_len=None,
 ):
     """The reasons against this form for a call."""
     reasons = []
@@ -120,14 +123,18 @@ def paged_attention(
     sinks=None,
     layout="HND",
     ring_blocks=0,
+    return_lse=False,
+    max_query_len=None,
+    max_seq_len=None,
 ):
     """See `kvgroups.ops.paged_attention`."""
     num_query_tokens, num_heads, dim = query.shape
     num_kv_heads, dim_v = value.shape[1:]
     num_reqs = len(num_computed_tokens)
     output = query.new_empty(num_query_tokens, num_heads, dim_v)
-    if not output.numel():
-        return output
+    lse = query.new_empty(num_query_tokens, num_heads, dtype=torch.float32) if return_lse else None
+    if not num_query_tokens * num_heads * dim_v:
+        return (output, lse) if return_lse else output
     query, key, value = (
         tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value)
     )
@@ -161,6 +168,7 @@ def paged_attention(
         query_start_loc if kv_start_loc is None else kv_start_loc,
         num_computed_tokens,
         query if sinks is None else sinks,
+        output if lse is None else lse,
         num_query_tokens,
         num_reqs,
         num_reqs.bit_length(),
@@ -181,6 +189,7 @@ def paged_attention(
         HAS_RING=ring_blocks > 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_LSE=return_lse,
         UNIT=unit,
         UNIT_V=unit_v,
         ROWS=rows,
@@ -191,7 +200,7 @@ def paged_attention(
         num_warps=max(tile.warps, rows // 16),  # many rows where a KV head has many query heads
         num_stages=tile.stages,
     )
-    return output
+    return (output, lse) if return_lse else output
 
 
 def _tile(dtype, dim, *, is_decode):
@@ -213,7 +222,7 @@ _STRIDES = ["cache_block_stride", "cache_token_stride", "cache_head_stride"]
         *_STRIDES, "value_token_stride", "value_head_stride", *(f"{name}_v" for name in _STRIDES),
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "query_start_loc", "kv_start_loc", "num_computed_tokens", "sinks",
+        "block_table", "query_start_loc", "kv_start_loc", "num_computed_tokens", "sinks", "lse",
     ],
 )  # fmt: skip
 def _attention_kernel(
@@ -228,6 +237,7 @@ def _attention_kernel(
     kv_start_loc,  # (requests + 1,)
     num_computed_tokens,  # (requests,)
     sinks,  # (heads,), if HAS_SINKS
+    lse,  # (query tokens, heads), contiguous, if HAS_LSE
     num_query_tokens,
     num_reqs,
     num_halvings,  # enough to single out one of num_reqs + 1
@@ -258,6 +268,7 @@ def _attention_kernel(
     HAS_RING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -374,6 +385,15 @@ def _attention_kernel(
         result.to(output.dtype.element_ty),
         mask=is_row[:, None] & (dim_v < DIM_V)[None, :],
     )
+    if HAS_LSE:
+        # A padded token has no request, and no sink.
+        has_seen = (total > 0) & (request < num_reqs)
+        log_total = (peak + tl.log2(tl.where(has_seen, total, 1.0))) / LOG2_E
+        tl.store(
+            lse + token.to(tl.int64) * num_heads + head,
+            tl.where(has_seen, log_total, float("-inf")),
+            mask=is_row,
+        )
 
 
 @triton.jit

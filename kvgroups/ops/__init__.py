@@ -13,7 +13,7 @@ token without a slot; block 0 (`NULL_BLOCK_ID`) holds nothing and is never writt
 place in its own request; padding is always a suffix.
 """
 
-from kvgroups.ops.attention import gather_kv, paged_attention, write_kv
+from kvgroups.ops.attention import gather_kv, merge_attention, paged_attention, write_kv
 from kvgroups.ops.dispatch import use_backend
 from kvgroups.ops.states import (
     causal_conv1d,
@@ -32,6 +32,7 @@ __all__ = [
     "causal_conv1d_update",
     "gather_kv",
     "gather_states",
+    "merge_attention",
     "paged_attention",
     "scatter_states",
     "selective_scan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -75,8 +75,11 @@ def paged_attention(
     sinks: Tensor | None = None,
     layout: Layout = "HND",
     ring_blocks: int = 0,
+    return_lse: bool = False,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> Any:
     """Causal attention of one layer: history from blocks, the step's own keys and values as they come.
 
     Request i has history at positions 0 .. num_computed_tokens[i] - 1 in its blocks, and step keys
@@ -114,9 +117,16 @@ def paged_attention(
         layout: `NHD` or `HND`, the order within a block.
         ring_blocks: R > 0 if the table is a ring: position p lies in block `block_table[i, (p // block_size)
             % R]`.
+        return_lse: return the log-sum-exp of each query's scores as well, for `merge_attention`.
+        max_query_len: the most queries of one request, as far as the host knows. It and max_seq_len decide how
+            the work is cut, never what comes out: a wrong one costs time. None: as many as the shapes allow.
+        max_seq_len: the longest sequence, this step's tokens included, as far as the host knows.
 
     Returns:
-        (num_query_tokens, num_heads, head_dim_v), the query's dtype.
+        (num_query_tokens, num_heads, head_dim_v), the query's dtype. With return_lse a pair: that, and the
+        log-sum-exp (num_query_tokens, num_heads) in float32 (float64 for a float64 query): the natural
+        logarithm of what the weights were divided by, so a sink counts; -inf for a query that sees neither a
+        key nor a sink, and for padding.
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or history without caches (noticed on the
@@ -183,6 +193,9 @@ def paged_attention(
             "num_computed_tokens: expected all 0 without caches, got a request with history of "
             f"{int(num_computed_tokens.max())} tokens. Pass key_cache, value_cache and block_table."
         )
+    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if bound is not None and bound < 0:
+            raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
     return run(
         "paged_attention",
         backend,
@@ -202,7 +215,48 @@ def paged_attention(
         sinks=sinks,
         layout=layout,
         ring_blocks=ring_blocks,
+        return_lse=return_lse,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
     )
+
+
+def merge_attention(outputs: Tensor, lses: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Join what the same queries saw in disjoint parts of their context into attention over all of it.
+
+    The parts are what context-parallel ranks hold, a prefix that several requests share and the rest of each
+    (a cascade), or the splits of a long decode. Part i attended with `return_lse=True`. Sinks go to one part
+    only, since each part divides by its own.
+
+    Args:
+        outputs: (num_parts, num_tokens, num_heads, head_dim_v), floating. Where a part saw nothing, its entry
+            may be anything, NaN too.
+        lses: (num_parts, num_tokens, num_heads), float32 or float64. -inf where a part saw nothing.
+
+    Returns:
+        output (num_tokens, num_heads, head_dim_v) in the dtype of outputs, 0 where no part saw anything, and its
+        log-sum-exp (num_tokens, num_heads) in the dtype of lses, which merges further. Sums are in the dtype
+        of lses, in the order of the parts.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; the parts as in
+        Flash-Decoding and in Juravsky et al. 2024, "Hydragen".
+
+    Example:
+        Three keys of equal score, values 1 and 2 in one part and 6 in the other:
+
+        >>> outputs, lses = torch.tensor([1.5, 6.0]).view(2, 1, 1, 1), torch.tensor([2.0, 1.0]).log().view(2, 1, 1)
+        >>> output, lse = merge_attention(outputs, lses)
+        >>> round(output.item(), 4), round(lse.exp().item(), 4)
+        (3.0, 3.0)
+    """
+    device = outputs.device
+    check("outputs", outputs, (AtLeast(1), ANY, ANY, ANY), None, device)
+    check("lses", lses, tuple(outputs.shape[:3]), (torch.float32, torch.float64), device)
+    return run("merge_attention", backend, outputs, lses)
 
 
 def gather_kv(

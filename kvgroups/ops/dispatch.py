@@ -18,6 +18,8 @@ from kvgroups.kernels.causal_conv1d import reference as causal_conv1d_reference
 from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
 from kvgroups.kernels.gather_kv import reference as gather_kv_reference
 from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
+from kvgroups.kernels.merge_attention import reference as merge_attention_reference
+from kvgroups.kernels.merge_attention import torch_impl as merge_attention_torch
 from kvgroups.kernels.paged_attention import reference as paged_attention_reference
 from kvgroups.kernels.paged_attention import torch_impl as paged_attention_torch
 from kvgroups.kernels.selective_scan import reference as selective_scan_reference
@@ -97,6 +99,11 @@ FORMS: dict[str, dict[str, Form]] = {
         "triton": _triton("paged_attention", "paged_attention"),
         "torch": Form(paged_attention_torch.paged_attention),
         "reference": Form(paged_attention_reference.paged_attention),
+    },
+    "merge_attention": {
+        "triton": _triton("merge_attention", "merge_attention"),
+        "torch": Form(merge_attention_torch.merge_attention),
+        "reference": Form(merge_attention_reference.merge_attention),
     },
     "gather_kv": {
         "triton": _triton("gather_kv", "gather_kv"),

@@ -14,6 +14,7 @@ import torch
 
 from kvgroups.kernels.causal_conv1d import triton_impl as causal_conv1d
 from kvgroups.kernels.gather_kv import triton_impl as gather_kv
+from kvgroups.kernels.merge_attention import triton_impl as merge_attention
 from kvgroups.kernels.paged_attention import triton_impl as paged_attention
 from kvgroups.kernels.slot_mapping import triton_impl as slot_mapping
 from kvgroups.kernels.state_slots import triton_impl as state_slots
@@ -140,6 +141,12 @@ def attend(tokens, requests, groups, dtype=BF16, dim=128, dim_v=None, heads=8, h
     )
 
 
+def merge(tokens, requests, groups):
+    merge_attention.merge_attention(
+        torch.empty(requests, tokens, 8, 128, dtype=BF16), torch.empty(requests, tokens, 8)
+    )
+
+
 def heads_first(tokens, heads, dim, dtype):
     """(tokens, heads, dim) as a rotary embedding leaves it: the stride between heads grows with the tokens."""
     return torch.empty(heads, tokens, dim, dtype=dtype).transpose(0, 1)
@@ -160,6 +167,8 @@ def attend_in_every_tile(*dtypes):
 
 CALLS = [
     *((call, MANY) for call in (map_slots, update_table, store, gather, read_states, write_states)),
+    (merge, MANY),
+    (partial(attend, return_lse=True), MANY),
     *((call, MANY) for call in (convolve, update_mamba1, update_mamba2)),
     (partial(store, layout="NHD", dim=80, dim_v=40, dtype=torch.float32), MANY),
     *attend_in_every_tile(BF16),
@@ -188,7 +197,7 @@ def main(target, *flags):
     for call, batch in CALLS + (SLOW_CALLS if "--all" in flags else []):
         call(**batch)
     report = [asdict(each) for each in compilations]
-    for call in (map_slots, update_table, store, gather, read_states, write_states, convolve, attend):
+    for call in (map_slots, update_table, store, gather, read_states, write_states, convolve, attend, merge):
         for batch in OTHER_BATCHES:
             call(**batch)
     for call in (update_mamba1, update_mamba2):

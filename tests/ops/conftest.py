@@ -7,6 +7,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 import pytest
 import torch
 
+from tests.ops.attention_cases import attend, build, oracle
+
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -56,6 +58,17 @@ def backend(request):
 def triton_backend(request):
     """For what is promised by every form, but shown here for the Triton one alone."""
     return request.param
+
+
+@pytest.fixture
+def prepared(nan_arena):
+    """`prepared(case, layout, dtype)` -> the batch, the reference's output and the oracle's."""
+
+    def prepare(case, layout="HND", dtype=torch.float32):
+        batch = build(case, layout, dtype, nan_arena)
+        return batch, attend(batch, "reference"), oracle(case, batch)
+
+    return prepare
 
 
 @pytest.fixture

@@ -80,6 +80,14 @@ def paged_attention(make, backend):
     )
 
 
+def merge_attention(make, backend):
+    draw, outputs = drawing(), make(3, 2, 2, 16)
+    outputs[:] = draw(3, 2, 2, 16)
+    lses = draw(3, 2, 2)
+    lses[1, 0] = float("-inf")
+    return ops.merge_attention(outputs, lses, backend=backend)
+
+
 def gather_states(make, backend):
     states = make(3, 5, 4)
     states[1:] = drawing()(2, 5, 4)
@@ -121,7 +129,7 @@ def selective_state_update(make, backend):
 
 
 CALLS = [
-    slot_mapping, table_update, write_kv, gather_kv, paged_attention, gather_states, scatter_states,
+    slot_mapping, table_update, write_kv, gather_kv, paged_attention, merge_attention, gather_states, scatter_states,
     causal_conv1d_update, selective_state_update,
 ]  # fmt: skip
 IN_THE_ARENA = [call for call in CALLS if call not in (slot_mapping, table_update)]
@@ -210,6 +218,8 @@ def test_offsets_beyond_int32(call, far_apart):
         (write_kv, "write_kv", "(dim_v < DIM_V)", "(dim_v < DIM)"),
         (gather_kv, "gather_kv", "is_held & (block != NULL)", "is_held"),
         (gather_kv, "gather_kv", "mask=is_position[:, None]", "mask=is_held[:, None]"),
+        (merge_attention, "merge_attention", "dim < width", "dim < DIM_V - 1"),
+        (merge_attention, "merge_attention", "DIM_V + dim, merged", "DIM_V + dim + 1, merged"),
         (gather_states, "state_slots", "num_read = tl.where(slot != NULL, size, 0)", "num_read = size"),
         (scatter_states, "state_slots", "element < num_written)\n", "element < num_written - 1)\n"),
         (causal_conv1d_update, "causal_conv1d", "(column - 1) * column_stride, moved", "column * column_stride, moved"),
