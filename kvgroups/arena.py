@@ -16,10 +16,14 @@ class Arena:
         slab_bytes: bytes of one slab.
         device: where the bytes live; "meta" for an arena that only keeps accounts.
         num_slabs: slabs at first, the null slab included.
+        byte: what new slabs are filled with; None leaves them uninitialised. 0xFF is NaN in every float dtype.
     """
 
-    def __init__(self, slab_bytes: int, device: torch.device | str, num_slabs: int = 1) -> None:
+    def __init__(
+        self, slab_bytes: int, device: torch.device | str, num_slabs: int = 1, byte: int | None = None
+    ) -> None:
         self.slab_bytes = slab_bytes
+        self._byte = byte
         self.device = torch.device(device)
         self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
         """(num_slabs * slab_bytes,), uint8. Another tensor after `grow`."""
@@ -37,13 +41,15 @@ class Arena:
         return self.bytes.numel()
 
     def grow(self, num_slabs: int) -> None:
-        """Have `num_slabs` slabs in all; what there was is kept, what is new is uninitialised.
+        """Have `num_slabs` slabs in all; what there was is kept.
 
         Views that were taken before stay on the old bytes.
         """
         old = self.bytes
         self.bytes = torch.empty(num_slabs * self.slab_bytes, dtype=torch.uint8, device=self.device)
         self.bytes[: old.numel()] = old
+        if self._byte is not None:
+            self.bytes[old.numel() :] = self._byte
 
     def fill(self, slabs: Sequence[int], byte: int) -> None:
         """Overwrite whole slabs; 0xFF reads as NaN in every float dtype. For tests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class BlockPool:
     def __init__(self, plan: GroupPlan, slabs: SlabPool, max_blocks: int | None = None) -> None:
         self.plan = plan
         self.max_blocks = max_blocks
+        self.on_release: Callable[[np.ndarray], None] | None = None
+        """Told of distinct blocks that have just become free."""
         self._slabs = slabs
         self._references = np.zeros(0, dtype=np.int32)
         self._is_kept = np.zeros(0, dtype=bool)
@@ -198,6 +200,8 @@ class BlockPool:
 
     def _release(self, block_ids: np.ndarray) -> None:
         """Count distinct blocks as free."""
+        if self.on_release is not None and len(block_ids):
+            self.on_release(block_ids)
         self._num_free += len(block_ids)
         leases, numbers = np.unique(block_ids // self.plan.blocks_per_lease, return_counts=True)
         for lease, number in zip(leases.tolist(), numbers.tolist(), strict=True):

@@ -141,10 +141,11 @@ class CachedForward:
         self.context.manager.drain()
         tables.commit()
         slots = tables.compute_slot_mapping(geometry)
+        rows = tables.gather(geometry)
         groups = {
             group.name: GroupStep(
                 config=group,
-                block_table=tables[group.name].gather(geometry),
+                block_table=rows[group.name],
                 slots=slots[group.name],
                 ring_blocks=self.context.config.ring_blocks(group),
             )

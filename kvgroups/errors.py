@@ -13,6 +13,10 @@ class ShapeError(KVGroupsError, ValueError):
     """A tensor or a row of the wrong shape, dtype, device or range."""
 
 
+class SanitizerError(KVGroupsError):
+    """`KVGroupsConfig(sanitize=True)` saw a block used against a rule; the message names rule, group, block and request."""
+
+
 class UnsupportedModelError(KVGroupsError, ValueError):
     """A model with a layer that no adapter can serve; the message names the layer and its class."""
 

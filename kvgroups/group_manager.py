@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -57,6 +57,8 @@ class GroupManager:
         self.storage = GroupStorage(group, plan, arena)
         self._prefixes = prefixes
         self._pending = pending
+        self.on_copy: Callable[[int, int], None] | None = None
+        """Told of every copy that is written down: from which block to which."""
         self.copied_bytes = 0
         """Bytes that forks and rewinds have copied since the manager was made."""
         self.peak_held_bytes = 0
@@ -312,6 +314,8 @@ class GroupManager:
     def copy_block(self, source: int, target: int) -> None:
         """Have a block's bytes copied, and count them."""
         self._pending.copy(self.name, source, target)
+        if self.on_copy is not None:
+            self.on_copy(source, target)
         self.copied_bytes += self.plan.block_bytes
 
     def copy_state(self, request: Request, slot: int) -> None:

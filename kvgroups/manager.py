@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,13 +22,14 @@ from kvgroups.eviction import EvictionPolicy
 from kvgroups.filing import Filing
 from kvgroups.group_manager import GroupManager
 from kvgroups.multi_group_block_table import MultiGroupBlockTable
-from kvgroups.pending_ops import PendingOps
+from kvgroups.pending_ops import POISON, PendingOps
 from kvgroups.prefix_cache import PrefixCache
 from kvgroups.prefix_hit import PrefixHit, PrefixStats
 from kvgroups.prefix_tree import Extra
 from kvgroups.request import Checkpoint, Request
 from kvgroups.retention import RetentionPolicy
 from kvgroups.room import Room
+from kvgroups.sanitizer import Sanitizer
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.slab_pool import SlabPool
 from kvgroups.specs import KVGroupsConfig
@@ -71,7 +74,7 @@ class Manager:
         is_capped = budget is not None
         num_slabs = 1 if budget is None else num_slabs_of(budget, self.plan)
         self.slabs = SlabPool(self.plan, num_slabs)
-        self.arena = Arena(self.plan.slab_bytes, self.device, num_slabs)
+        self.arena = Arena(self.plan.slab_bytes, self.device, num_slabs, POISON if config.sanitize else None)
         self.prefixes = PrefixCache(config, eviction)
         caps = config.memory if isinstance(config.memory, dict) else {}
         self._groups = {
@@ -94,6 +97,15 @@ class Manager:
         retention = retention or RetentionPolicy()
         share = int(retention.max_share * self.arena.nbytes) if is_capped else None
         self._filing = Filing(self.prefixes, retention, self._groups, self._room, share)
+        self._sanitizer = self._new_sanitizer() if config.sanitize else None
+
+    def _new_sanitizer(self) -> Sanitizer:
+        sanitizer = Sanitizer(self._groups, self._requests.keys(), self.pending)
+        self.prefixes.on_filed = sanitizer.filed
+        for name, group in self._groups.items():
+            group.on_copy = partial(sanitizer.copied, name)
+            group.pool.on_release = partial(sanitizer.released, name)
+        return sanitizer
 
     def storage(self, name: str) -> GroupStorage:
         """The bytes of the group called `name`."""
@@ -121,6 +133,8 @@ class Manager:
             self._check_vacant(tables, row)
             request = Request(tables, row, extra=extra)
             self._requests[request] = None
+            if self._sanitizer is not None:
+                self._sanitizer.opened(request)
             return request
 
     def allocate(self, requests: Sequence[Request], num_new_tokens: Sequence[int]) -> None:
@@ -188,6 +202,8 @@ class Manager:
                 self._check_drained(requests)
             for request, count in zip(requests, num_new_tokens, strict=True):
                 request.check_step(count)
+            if self._sanitizer is not None:
+                self._sanitizer.advanced(requests, num_new_tokens)
             for request, count in zip(requests, num_new_tokens, strict=True):
                 request.num_computed_tokens += count
 
@@ -213,6 +229,8 @@ class Manager:
                 self.prefixes.close(request.cursor)
             request.is_live = False
             del self._requests[request]
+            if self._sanitizer is not None:
+                self._sanitizer.freed(request)
 
     def fork(self, request: Request, tables: MultiGroupBlockTable, row: int) -> Request:
         """A second request with the same past, in an empty `row` of `tables`.
@@ -250,6 +268,8 @@ class Manager:
             )
             self._mark([request, child])
             self._requests[child] = None
+            if self._sanitizer is not None:
+                self._sanitizer.forked(request, child)
             self._accounts.note_peak()
             return child
 
@@ -265,6 +285,8 @@ class Manager:
             tables.add_row(row, {name: group.row_blocks(request) for name, group in self._groups.items()})
             request.tables.clear_row(request.row)
             request.tables, request.row = tables, row
+            if self._sanitizer is not None:
+                self._sanitizer.moved(request)
 
     def set_checkpoints(self, requests: Sequence[Request], offsets: Sequence[int]) -> None:
         """Make room for each request's states as they are `offsets[i]` tokens into its next step.
@@ -308,6 +330,8 @@ class Manager:
         """
         with self._lock:
             again = self._checkpoints.rewind(request, num_tokens)
+            if self._sanitizer is not None:
+                self._sanitizer.rewound(request)
             self._mark([request])
             return again
 
@@ -383,6 +407,8 @@ class Manager:
             request.cursor = self.prefixes.open(extra, hit)
             self._mark([request])
             self._requests[request] = None
+            if self._sanitizer is not None:
+                self._sanitizer.admitted(request, np.asarray(token_ids))
             self._accounts.note_peak()
             return request
 
@@ -421,7 +447,9 @@ class Manager:
                     f"token_ids: expected the {here} tokens that the request has computed, got {len(token_ids)}"
                 )
             self.prefixes.note_version(version)
-            self._filing.file(request, token_ids[:here])
+            watched = self._sanitizer.filing(request, token_ids[:here]) if self._sanitizer else nullcontext()
+            with watched:
+                self._filing.file(request, token_ids[:here])
             self._mark([request])
 
     def flush(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,20 @@ from kvgroups.geometry import BatchGeometry
 
 if TYPE_CHECKING:
     from kvgroups.specs import KVGroupsConfig
+
+
+class Inspector(Protocol):
+    """Who looks at what a step computed from the tables before the step uses it; see `kvgroups.sanitizer`."""
+
+    def check_slots(
+        self, tables: MultiGroupBlockTable, geometry: BatchGeometry, slots: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise if a slot of the step is wrong."""
+
+    def check_rows(
+        self, tables: MultiGroupBlockTable, geometry: BatchGeometry, gathered: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Raise if a row of the step is wrong."""
 
 
 class MultiGroupBlockTable:
@@ -51,6 +65,8 @@ class MultiGroupBlockTable:
                     )
         self.tables = dict(tables)
         """Group name -> its table. Change rows through the verbs here wherever groups must stay in step."""
+        self.inspector: Inspector | None = None
+        """Looks at every slot mapping and at all gathered rows; None outside of debugging."""
 
     @classmethod
     def from_config(
@@ -184,11 +200,17 @@ class MultiGroupBlockTable:
         for name, table in self.tables.items():
             with _naming(name):
                 table.check_tokens_have_blocks(geometry)
-        return dict(zip(self.tables, slot_mappings(list(self.tables.values()), geometry), strict=True))
+        slots = dict(zip(self.tables, slot_mappings(list(self.tables.values()), geometry), strict=True))
+        if self.inspector is not None:
+            self.inspector.check_slots(self, geometry, slots)
+        return slots
 
     def gather(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
         """This step's rows of every group: group name -> (num_padded_reqs, width), int32. Commit first."""
-        return {name: table.gather(geometry) for name, table in self.tables.items()}
+        gathered = {name: table.gather(geometry) for name, table in self.tables.items()}
+        if self.inspector is not None:
+            self.inspector.check_rows(self, geometry, gathered)
+        return gathered
 
     def _check_rows(self, *rows: int) -> None:
         next(iter(self.tables.values())).check_rows(*rows)  # all tables have the same rows

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvgroups.storage import GroupStorage
 
-_POISON = 0xFF
+POISON = 0xFF
 """A byte of a poisoned block: NaN in every float dtype."""
 
 
@@ -72,4 +72,4 @@ class PendingOps:
             if isinstance(op, _Copy):
                 storages[op.group].copy_block(op.source, op.target)
             else:
-                storages[op.group].fill(op.block_ids, _POISON)
+                storages[op.group].fill(op.block_ids, POISON)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class PrefixCache:
     def __init__(self, config: KVGroupsConfig, policy: EvictionPolicy | None = None) -> None:
         self.config = config
         self.stats = PrefixStats()
+        self.on_filed: Callable[[CachedBlock], None] | None = None
+        """Told of every block that can be found from now on."""
         units = [hit_unit(group) for group in config.groups]
         self.unit = math.lcm(*units)
         """Tokens between two lengths at which a prefix can be resumed in all groups."""
@@ -248,6 +250,8 @@ class PrefixCache:
     def _attach(self, node: Node, block: CachedBlock) -> CachedBlock:
         node.blocks[block.group] = block
         self._nodes[block.group][block.block_id] = node
+        if self.on_filed is not None:
+            self.on_filed(block)
         return block
 
     def _saved(self, node: Node, group: str) -> int:

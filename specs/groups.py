@@ -133,6 +133,9 @@ class KVGroupsConfig(SpecModel):
     """Tokens of one step at most."""
     max_rewind: int = Field(default=0, ge=0)
     """Tokens that a request can be taken back; windows keep that many more."""
+    sanitize: bool = False
+    """Debug mode: fill free blocks with NaN, and hold every slot that a step writes and every block that it reads
+    against their owners. Slow; costs nothing when off."""
 
     @field_validator("memory", mode="before")
     @classmethod

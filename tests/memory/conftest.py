@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvgroups.geometry import BatchGeometry
 from kvgroups.manager import Manager, Request
 from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.prefix_tree import Node
@@ -81,6 +82,23 @@ class Bench:
         self.manager.drain()
         self.manager.advance([request], [count])
 
+    def forward(self, requests: Sequence[Request], num_padded: int = 0) -> dict[str, np.ndarray]:
+        """Ask the manager and the tables what a forward asks of them; the slots of the requests' step by group."""
+        self.manager.drain()
+        counts = [request.num_allocated_tokens - request.num_computed_tokens for request in requests]
+        geometry = BatchGeometry.build(
+            [request.row for request in requests],
+            counts,
+            [request.num_computed_tokens for request in requests],
+            num_padded_reqs=len(requests) + num_padded,
+            num_padded_tokens=sum(counts) + num_padded,
+        )
+        tables = requests[0].tables
+        tables.commit()
+        slots = tables.compute_slot_mapping(geometry)
+        tables.gather(geometry)
+        return {name: mapping.numpy() for name, mapping in slots.items()}
+
     def row(self, request: Request, group: str) -> list[int]:
         """Block ids of a request's row."""
         table = request.tables[group]
@@ -151,7 +169,7 @@ class Worker(Bench):
 
     def write(self, request: Request, tokens: Sequence[int], count: int) -> None:
         """Write the values of the next `count` tokens, as a forward does."""
-        self.manager.drain()
+        self.forward([request], num_padded=2) if self.config.sanitize else self.manager.drain()
         start = request.num_computed_tokens
         values = prefix_values(tokens, request.extra)
         for group in self.config.groups:
@@ -159,8 +177,10 @@ class Worker(Bench):
                 if count:
                     self.state(request, group)[...] = values[start + count - 1]
                 continue
-            for position in range(start, start + count):
-                block_id = self.row(request, group.name)[position // group.block_size]
+            row, num_blocks = self.row(request, group.name), self.config.ring_blocks(group)
+            first = max(start, start + count - num_blocks * group.block_size) if num_blocks else start
+            for position in range(first, start + count):
+                block_id = row[position // group.block_size % (num_blocks or len(row))]
                 if block_id:
                     self.keys(group)[block_id, position % group.block_size] = values[position]
 
@@ -173,9 +193,9 @@ class Worker(Bench):
             if group.is_state:
                 assert here == 0 or self.state(request, group)[0] == values[here - 1], group.name
                 continue
-            row = self.row(request, group.name)
+            row, num_blocks = self.row(request, group.name), self.config.ring_blocks(group)
             for position in range(group.spec.first_visible(here), here):
-                block_id = row[position // group.block_size]
+                block_id = row[position // group.block_size % (num_blocks or len(row))]
                 assert block_id, f"{group.name}: token {position} is in the null block"
                 found = int(self.keys(group)[block_id, position % group.block_size])
                 assert found == values[position], f"{group.name}: token {position}"

@@ -38,12 +38,22 @@ counts = st.one_of(st.integers(1, 3), st.integers(1, 40))
 class ManagerBesideTheTruth(RuleBasedStateMachine):
     bench_class: type  # of the conftest
 
-    @initialize(memory=memories, max_rewind=st.sampled_from([0, 0, 3]), drains_late=st.booleans())
-    def build(self, memory, max_rewind, drains_late):
+    @initialize(
+        memory=memories,
+        max_rewind=st.sampled_from([0, 0, 3]),
+        drains_late=st.booleans(),
+        sanitize=st.sampled_from([False, False, False, False, True]),
+    )
+    def build(self, memory, max_rewind, drains_late, sanitize):
         self.drains_late = drains_late
         """Whether copies wait for the next step, whatever is called in between."""
         self.bench = self.bench_class(
-            GROUPS, memory=memory, max_rewind=max_rewind, max_num_reqs=NUM_ROWS, max_model_len=MAX_LEN
+            GROUPS,
+            memory=memory,
+            max_rewind=max_rewind,
+            max_num_reqs=NUM_ROWS,
+            max_model_len=MAX_LEN,
+            sanitize=sanitize,
         )
         self.manager = self.bench.manager
         self.requests: dict[int, object] = {}
@@ -233,7 +243,7 @@ class ManagerBesideTheTruth(RuleBasedStateMachine):
         A ring and a state are overwritten in place, which no `cancel` can undo: `overwrites_history=False`
         stands for a forward that failed before it came to them.
         """
-        self.manager.drain()
+        self.bench.forward([self.requests[row]]) if self.bench.config.sanitize else self.manager.drain()
         if not numbers:
             return
         start = len(self.truth[row])

@@ -58,7 +58,13 @@ class PrefixesBesideTheTruth(RuleBasedStateMachine):
             )
         )
         self.worker = self.worker_class(
-            groups, retention, memory=memory, max_rewind=4, max_num_reqs=NUM_ROWS, max_model_len=MAX_LEN
+            groups,
+            retention,
+            memory=memory,
+            max_rewind=4,
+            max_num_reqs=NUM_ROWS,
+            max_model_len=MAX_LEN,
+            sanitize=data.draw(st.sampled_from([False, False, False, False, True])),
         )
         self.manager = self.worker.manager
         self.has_states = "state" in groups
