@@ -6,6 +6,7 @@ import typer
 
 from kvgroups.cli.config import config
 from kvgroups.cli.generate import generate
+from kvgroups.cli.kernels import kernels
 from kvgroups.cli.parity import parity
 from kvgroups.cli.plan import plan
 from kvgroups.cli.version import version
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (parity, generate, config, plan, version):
+for command in (parity, generate, config, plan, kernels, version):
     app.command()(command)
 
 __all__ = ["app"]

@@ -7,15 +7,14 @@ dtypes, strides and alignment, and Triton refuses a kernel that asks for more sh
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+from kvgroups.testing.machine_code import MachineCode, read
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 166_912),
@@ -31,12 +30,12 @@ class Compilation:
     """One kernel in one specialisation, compiled for a target."""
 
     kernel: str
+    """`operation.function`."""
+    settings: dict[str, int]
+    """Its constants that are numbers, and its warps and stages."""
     shared_bytes: int
     """Shared memory of a thread block."""
-    registers: int
-    """32-bit registers of a thread."""
-    spilled_bytes: int
-    """What a thread keeps in memory for want of registers, as far as the compiler reports it."""
+    code: MachineCode
 
 
 def compile_only(target: str) -> list[Compilation]:
@@ -61,15 +60,23 @@ def compile_only(target: str) -> list[Compilation]:
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         kernel_cache, *_ = fn.jit_function.device_caches[compile["device"]]
         compiled = kernel_cache[compile["key"]]
-        registers, spilled_bytes = _resources(compiled.asm)
         operation = fn.module.split(".")[-2]  # kvgroups.kernels.<operation>.triton_impl
         compilations.append(
-            Compilation(f"{operation}.{fn.name}", compiled.metadata.shared, registers, spilled_bytes)
+            Compilation(
+                kernel=f"{operation}.{fn.name}",
+                settings=_settings(fn.jit_function.arg_names, compile),
+                shared_bytes=compiled.metadata.shared,
+                code=read(compiled.asm),
+            )
         )
 
     triton.knobs.runtime.jit_post_compile_hook = note
     triton.runtime.driver.set_active(_DryDriver(*TARGETS[target]))
     return compilations
+
+
+_MULTIPROCESSORS = 132
+"""Of a large GPU: kernels that split their work ask."""
 
 
 class _DryDriver:
@@ -78,7 +85,7 @@ class _DryDriver:
     def __init__(self, target: GPUTarget, max_shared_bytes: int) -> None:
         properties = {
             "max_shared_mem": max_shared_bytes,
-            "multiprocessor_count": 1,
+            "multiprocessor_count": _MULTIPROCESSORS,
             "warpSize": target.warp_size,
         }
         self.get_current_target = lambda: target
@@ -92,23 +99,10 @@ class _DryDriver:
         )
 
 
-def _resources(asm: dict[str, Any]) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread, as the vendor's own tools state them."""
-    if "amdgcn" in asm:
-        registers, spills = (
-            int(re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"])[1])  # type: ignore[index]
-            for name in ("vgpr_count", "vgpr_spill_count")
-        )
-        return registers, 4 * spills
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(asm["cubin"])
-        cubin.flush()
-        usage = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
-    assert found, f"cuobjdump speaks otherwise: {usage}"
-    return int(found[1]), int(found[2]) + int(found[3])
+def _settings(names: list[str], compile: dict[str, Any]) -> dict[str, int]:
+    """The constants of a specialisation that are numbers, by the names of its arguments."""
+    constants = {names[place]: value for (place, *_), value in compile["constants"].items()}
+    return {name: value for name, value in constants.items() if type(value) is int} | {
+        "warps": compile["num_warps"],
+        "stages": compile["num_stages"],
+    }
