@@ -40,6 +40,18 @@ def poison_free_blocks(model: PreTrainedModel) -> None:
     manager.arena.fill(manager.slabs.free_slabs(), 0xFF)
 
 
+def without_dt_floor(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, its Mamba-2 mixers never clamping their step sizes.
+
+    Zamba2 and Nemotron-H clamp in prefill only, so that a token computes something else in a chunk than on its
+    own. Without the clamp one uncached forward is the oracle for them too, however a row was fed.
+    """
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return model
+
+
 @torch.no_grad()
 def cached_logits(model: PreTrainedModel, token_ids: list[int], prompt_len: int) -> torch.Tensor:
     """What transformers' own cache gives: the prompt in one forward, then one token at a time.

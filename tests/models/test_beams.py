@@ -44,13 +44,13 @@ class Swaps:
         monkeypatch.setattr(kvgroups.GroupedCache, "reorder_cache", reorder)
 
 
-def test_beam_search_is_that_without_a_cache(family, monkeypatch):
+def test_beam_search_is_that_without_a_cache(family, fused, monkeypatch):
     """Sequences and scores of a ragged batch, with beams that really swap, on poisoned free memory."""
     model = tiny(family)
     inputs = left_padded(prompts(6, 11))
     # Families that floor dt in prefill only decode otherwise than they prefill: for them, eager's own cache.
     want = beams(model, inputs, use_cache=family in ("zamba2", "nemotron_h"))
-    kvgroups.patch(model)
+    kvgroups.patch(model, fused=fused)
     poison_free_blocks(model)
     swaps = Swaps(monkeypatch)
     got = beams(model, inputs)

@@ -39,17 +39,25 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got - want).abs().max().item() < TOLERANCE * max(1.0, want.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    "cuts", [(), (1,), (3,), (7,), (8,), (9,), (16,), (19,), (1, 2, 3), (4, 8, 12, 16), (17, 18)]
-)
-def test_cutting_a_prompt_changes_nothing(model, cuts):
-    """20 tokens, cut at block edges (4, 16), around the window (7, 8, 9) and inside the convolution (1, 2, 3)."""
-    tokens, cache = row(20), kvgroups.GroupedCache(model)
-    edges = [0, *cuts, 20]
-    pieces = [
-        feed(model, cache, [tokens[start:stop]])[0] for start, stop in pairwise(edges)
-    ]
-    assert_close(torch.cat(pieces), oracle_logits(model, tokens))
+def assert_pieces_make_the_whole(model, tokens: list[int], edges: list[int]) -> None:
+    """Feed a row in pieces, on poisoned free memory; a last token that comes alone is a decode."""
+    cache = kvgroups.GroupedCache(model)
+    pieces = [feed(model, cache, [tokens[start:stop]])[0] for start, stop in pairwise(edges)]
+    comes_alone = edges[-1] - edges[-2] == 1 and len(edges) > 2
+    want = decoded_logits(model, tokens, edges[-2]) if comes_alone else oracle_logits(model, tokens)
+    assert_close(torch.cat(pieces), want)
+
+
+def test_every_cut_of_a_prompt(model):
+    """20 tokens in two pieces: at block edges (4, 16), around the window (7, 8, 9), inside the convolution (1, 2, 3)."""
+    for cut in range(1, 20):
+        assert_pieces_make_the_whole(model, row(20), [0, cut, 20])
+
+
+def test_every_chunk_size(model):
+    """20 tokens in chunks of 2 to 21; `test_one_token_at_a_time` has 1."""
+    for chunk in range(2, 22):
+        assert_pieces_make_the_whole(model, row(20), [*range(0, 20, chunk), 20])
 
 
 def test_one_token_at_a_time(model):
