@@ -46,7 +46,9 @@ class Arena:
         Views that were taken before stay on the old bytes.
         """
         old = self.bytes
-        self.bytes = torch.empty(num_slabs * self.slab_bytes, dtype=torch.uint8, device=self.device)
+        # Bytes that are made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.bytes = torch.empty(num_slabs * self.slab_bytes, dtype=torch.uint8, device=self.device)
         self.bytes[: old.numel()] = old
         if self._byte is not None:
             self.bytes[old.numel() :] = self._byte

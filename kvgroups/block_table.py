@@ -119,7 +119,8 @@ class BlockTable:
         self._dirty_start = np.full(max_num_reqs, self.width, dtype=np.int32)
         self._dirty_stop = np.zeros(max_num_reqs, dtype=np.int32)
         # A copy on the CPU too: a forgotten commit must be wrong there as it is on a GPU.
-        self.device_table = torch.full(self._table.shape, NULL_BLOCK_ID, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # or it could not be written outside of inference mode
+            self.device_table = torch.full(self._table.shape, NULL_BLOCK_ID, dtype=torch.int32, device=device)
         """(max_num_reqs, width), int32, on `device`: the table as of the last commit."""
 
     def _width(self) -> int:
@@ -288,26 +289,37 @@ class BlockTable:
         self.check_tokens_have_blocks(geometry)
         return slot_mappings([self], geometry)[0]
 
-    def gather(self, geometry: BatchGeometry) -> torch.Tensor:
+    def width_for(self, geometry: BatchGeometry) -> int:
+        """Entries of a row that a step can need: those of its longest sequence, rounded up to a power of two from 16
+        on, so that there are few widths to compile for; all of them for a ring."""
+        if self.slot_mapping in ("ring", "none"):
+            return self.width
+        num_blocks = _cdiv(geometry.max_seq_len, self.block_size * self.cp_world_size)
+        return min(self.width, max(16, 1 << max(0, num_blocks - 1).bit_length()))
+
+    def gather(self, geometry: BatchGeometry, out: torch.Tensor | None = None) -> torch.Tensor:
         """This step's rows, in the order of the step. Commit first.
 
+        Args:
+            geometry: the step.
+            out: (num_padded_reqs, `width_for(geometry)`), int32, contiguous: where to put them; None for a new tensor.
+
         Returns:
-            (num_padded_reqs, width), int32, on `device`: padded requests have the null block everywhere.
-            A state group's state slots are column 0.
+            (num_padded_reqs, width_for(geometry)), int32, on `device`: padded requests have the null block
+            everywhere. A state group's state slots are column 0.
 
         Raises:
             ShapeError: the geometry names a row that the table lacks.
             KVGroupsError: changes are not committed.
         """
         self.check_readable(geometry)
-        rows = geometry.tensors(self.device).rows[: geometry.num_reqs]
-        gathered = self.device_table.index_select(0, rows)
-        padding = geometry.num_padded_reqs - geometry.num_reqs
-        return (
-            torch.nn.functional.pad(gathered, (0, 0, 0, padding), value=NULL_BLOCK_ID)
-            if padding
-            else gathered
-        )
+        width, num_reqs = self.width_for(geometry), geometry.num_reqs
+        if out is None:
+            out = self.device_table.new_empty((geometry.num_padded_reqs, width))
+        rows = geometry.tensors(self.device).rows[:num_reqs]
+        torch.index_select(self.device_table[:, :width], 0, rows, out=out[:num_reqs])
+        out[num_reqs:] = NULL_BLOCK_ID
+        return out
 
     # The checks of the verbs, on their own: several tables change together only after all have agreed.
 

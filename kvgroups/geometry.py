@@ -13,6 +13,8 @@ from kvgroups.errors import ShapeError
 if TYPE_CHECKING:
     import torch
 
+    from kvgroups.step_buffers import StepBuffers
+
 _INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -150,17 +152,52 @@ class BatchGeometry:
         """The geometry as tensors on `device`, padded. Moved once per device, then remembered."""
         key = str(device)
         if key not in self._tensors:
-            num_reqs, num_tokens = self.num_padded_reqs, self.num_padded_tokens
-            self._tensors[key] = GeometryTensors(
-                rows=to_device(_extended(self.rows, num_reqs, 0), device),
-                query_start_loc=to_device(
-                    _extended(self.query_start_loc, num_reqs + 1, self.num_tokens), device
-                ),
-                positions=to_device(_extended(self.positions, num_tokens, 0), device),
-                seq_lens=to_device(_extended(self.seq_lens, num_reqs, 0), device),
-                num_computed_tokens=to_device(_extended(self.num_computed_tokens, num_reqs, 0), device),
-            )
+            self._tensors[key] = self._unpacked(to_device(self._packed(), device))
         return self._tensors[key]
+
+    def place(self, buffers: StepBuffers) -> None:
+        """Put the geometry into buffers on their device; `tensors` then gives views of them, until `forget`."""
+        key = str(buffers.device)
+        if key not in self._tensors:
+            self._tensors[key] = self._unpacked(buffers.load("geometry", self._packed()))
+
+    def forget(self, device: torch.device | str) -> None:
+        """The buffers on a device belong to another step now; `tensors` would move the geometry there anew."""
+        self._tensors.pop(str(device), None)
+
+    def _parts(self) -> list[tuple[np.ndarray, int, int]]:
+        """What a device needs, in the order of `GeometryTensors`: array, length when padded, what padding is."""
+        return [
+            (self.rows, self.num_padded_reqs, 0),
+            (self.query_start_loc, self.num_padded_reqs + 1, self.num_tokens),
+            (self.positions, self.num_padded_tokens, 0),
+            (self.seq_lens, self.num_padded_reqs, 0),
+            (self.num_computed_tokens, self.num_padded_reqs, 0),
+        ]
+
+    def _packed(self) -> np.ndarray:
+        """(n,), int32: all parts in one piece, for one transfer; int64 as two halves.
+
+        Each part begins on a multiple of 16 bytes: a kernel that is compiled for aligned pointers serves all shapes.
+        """
+        parts = [(array, length, fill, array.itemsize // 4) for array, length, fill in self._parts()]
+        packed = np.zeros(sum(_aligned(length * words) for _, length, _, words in parts), dtype=np.int32)
+        start = 0
+        for array, length, fill, words in parts:
+            part = packed[start : start + length * words].view(array.dtype)
+            part[: len(array)], part[len(array) :] = array, fill
+            start += _aligned(length * words)
+        return packed
+
+    def _unpacked(self, packed: torch.Tensor) -> GeometryTensors:
+        import torch
+
+        tensors, start = [], 0
+        for array, length, _ in self._parts():
+            count = length * array.itemsize // 4
+            tensors.append(packed[start : start + count].view(getattr(torch, array.dtype.name)))
+            start += _aligned(count)
+        return GeometryTensors(*tensors)
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
@@ -205,7 +242,6 @@ def _frozen(array: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
     return array
 
 
-def _extended(array: np.ndarray, length: int, fill: int) -> np.ndarray:
-    extended = np.full(length, fill, dtype=array.dtype)
-    extended[: len(array)] = array
-    return extended
+def _aligned(num_words: int) -> int:
+    """A number of 4-byte words, rounded up to 16 bytes."""
+    return -(-num_words // 4) * 4

@@ -12,6 +12,7 @@ import torch
 from kvgroups.block_table import BlockTable, slot_mappings
 from kvgroups.errors import KVGroupsError, ShapeError, SpecError
 from kvgroups.geometry import BatchGeometry
+from kvgroups.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from kvgroups.specs import KVGroupsConfig
@@ -65,6 +66,9 @@ class MultiGroupBlockTable:
                     )
         self.tables = dict(tables)
         """Group name -> its table. Change rows through the verbs here wherever groups must stay in step."""
+        self.buffers = StepBuffers(self.tables[first].device)
+        """What each step's geometry, slots and rows are written to."""
+        self._placed: BatchGeometry | None = None
         self.inspector: Inspector | None = None
         """Looks at every slot mapping and at all gathered rows; None outside of debugging."""
 
@@ -191,7 +195,8 @@ class MultiGroupBlockTable:
         """The slot of each token of this step in every group, in one launch. Commit first.
 
         Returns:
-            Group name -> (num_padded_tokens,), int64: views of one tensor. All -1 for a state group.
+            Group name -> (num_padded_tokens,), int64: views of one buffer, until the next step. All -1 for a state
+            group.
 
         Raises:
             ShapeError: the geometry names a row that the tables lack, or a token beyond a row's blocks.
@@ -200,17 +205,38 @@ class MultiGroupBlockTable:
         for name, table in self.tables.items():
             with _naming(name):
                 table.check_tokens_have_blocks(geometry)
-        slots = dict(zip(self.tables, slot_mappings(list(self.tables.values()), geometry), strict=True))
+        self._place(geometry)
+        found = slot_mappings(list(self.tables.values()), geometry)
+        num_tokens = found.shape[1]
+        # An even length keeps every group's slots on a multiple of 16 bytes, as kernels are compiled for.
+        kept = self.buffers.take("slots", (len(found), num_tokens + num_tokens % 2), torch.int64)[:, :num_tokens]
+        slots = dict(zip(self.tables, kept.copy_(found), strict=True))
         if self.inspector is not None:
             self.inspector.check_slots(self, geometry, slots)
         return slots
 
     def gather(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
-        """This step's rows of every group: group name -> (num_padded_reqs, width), int32. Commit first."""
-        gathered = {name: table.gather(geometry) for name, table in self.tables.items()}
+        """This step's rows of every group. Commit first.
+
+        Returns:
+            Group name -> (num_padded_reqs, `width_for(geometry)`), int32: in a buffer, until the next step.
+        """
+        self._place(geometry)
+        gathered = {}
+        for name, table in self.tables.items():
+            shape = (geometry.num_padded_reqs, table.width_for(geometry))
+            gathered[name] = table.gather(geometry, self.buffers.take(f"rows of {name}", shape, torch.int32))
         if self.inspector is not None:
             self.inspector.check_rows(self, geometry, gathered)
         return gathered
+
+    def _place(self, geometry: BatchGeometry) -> None:
+        """Give the buffers to a step; its geometry is moved to the device once, for all groups."""
+        if self._placed is not geometry:
+            if self._placed is not None:
+                self._placed.forget(self.buffers.device)
+            geometry.place(self.buffers)
+            self._placed = geometry
 
     def _check_rows(self, *rows: int) -> None:
         next(iter(self.tables.values())).check_rows(*rows)  # all tables have the same rows

@@ -58,11 +58,12 @@ class GroupStorage:
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         strides = torch.empty(shape, device="meta").stride()
-        return self._arena.bytes.view(dtype).as_strided(
-            (self.num_blocks, *shape),
-            (self.plan.stride_bytes // dtype.itemsize, *strides),
-            offset // dtype.itemsize,
-        )
+        with torch.inference_mode(False):  # a view is kept, and may be written outside of the mode that it is made in
+            return self._arena.bytes.view(dtype).as_strided(
+                (self.num_blocks, *shape),
+                (self.plan.stride_bytes // dtype.itemsize, *strides),
+                offset // dtype.itemsize,
+            )
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all layers' bytes of one block to another."""

@@ -9,6 +9,7 @@ import pytest
 from kvgroups.errors import OutOfBlocksError
 from kvgroups.manager import Manager
 from kvgroups.multi_group_block_table import MultiGroupBlockTable
+from kvgroups.page_index import intervals
 from kvgroups.specs.presets import preset
 
 MIB = 1024 * 1024
@@ -80,6 +81,22 @@ def test_free_slabs_that_are_no_run_hold_no_state(make_bench):
     assert owners(bench) == "0f........" + "sssss"
     bench.open(2, 5)
     assert owners(bench) == "0f...sssss" + "sssss"
+
+
+def test_a_million_tokens_on_an_idle_arena_are_a_handful_of_intervals():
+    config = preset("gemma-3-27b").config.model_copy(
+        update={"max_model_len": 2**20, "max_num_reqs": 1, "memory": None}
+    )
+    manager = Manager(config, "meta")
+    tables = MultiGroupBlockTable.from_config(config)
+    request = manager.open(tables, 0)
+    for _ in range(128):
+        manager.allocate([request], [8192])
+        manager.advance([request], [8192])
+    table = tables["full"]
+    row = table.table[0, : table.num_blocks_per_row[0]]
+    assert len(row) * table.block_size == 2**20
+    assert len(intervals(row)) <= 3  # a window's few blocks lie where there was room
 
 
 def test_a_long_request_on_an_idle_arena_is_one_interval(make_bench):

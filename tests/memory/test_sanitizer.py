@@ -149,8 +149,8 @@ def a_block_of_another_request(patch):
     """Two rows of the device's table are exchanged on the way to the kernel."""
     original = BlockTable.gather
 
-    def beside(self, geometry):
-        rows = original(self, geometry)
+    def beside(self, geometry, out=None):
+        rows = original(self, geometry, out)
         rows[: geometry.num_reqs] = self.device_table[1]
         return rows
 

@@ -29,7 +29,7 @@ LAYERS = (
     "request usage demand plan pending_ops budget shadow",
     "schemes",
     "block_pool prefix_cache hit_rules prefix_hit prefix_tree retention eviction storage",
-    "arena slab_pool block_table multi_group_block_table page_index geometry",
+    "arena slab_pool block_table multi_group_block_table page_index geometry step_buffers",
     "slab_plan",
     "ops",
     "kernels",

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvgroups.block_table import BlockTable
 from kvgroups.geometry import BatchGeometry
@@ -59,11 +61,36 @@ def test_intervals_are_runs_in_the_order_of_the_row(row_ids, runs):
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("seq_lens", SEQ_LENS.values(), ids=SEQ_LENS)
 def test_the_four_forms_agree(seq_lens, block_size):
+    assert_the_four_forms_agree(seq_lens, block_size, seed=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seq_lens=st.lists(st.one_of(st.just(0), st.integers(0, 17), st.integers(0, 128)), max_size=8),
+    block_size=st.integers(1, 24),
+    seed=st.integers(0, 9),
+)
+def test_the_four_forms_agree_whatever_the_lengths(seq_lens, block_size, seed):
+    assert_the_four_forms_agree(seq_lens, block_size, seed)
+
+
+def test_csr_of_another_block_size_is_seen():
+    """The comparison has teeth: pages counted in blocks of 8 are not those of a table in blocks of 16."""
+    table = BlockTable(2, 128, 16)
+    table.add_row(0, [5, 9])
+    table.commit()
+    dense = table.gather(BatchGeometry.build([0], [20], [0]))
+    kv_indptr, _, kv_last_page_len = csr(dense, torch.tensor([20]), 8)
+    assert (kv_indptr.tolist(), kv_last_page_len.tolist()) == ([0, 3], [4])  # 2 and 4, were it right
+    assert csr(dense, torch.tensor([20]), 16)[0].tolist() == [0, 2]
+
+
+def assert_the_four_forms_agree(seq_lens: list[int], block_size: int, seed: int) -> None:
     num_reqs = len(seq_lens)
     table = BlockTable(max_num_reqs=8, max_model_len=128, block_size=block_size)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     rows = rng.permutation(8)[:num_reqs]
-    free = rng.permutation(np.arange(1, 2000))
+    free = rng.permutation(np.arange(1, 2000))  # 8 rows of 128 blocks of one token at most
     for row, seq_len in zip(rows, seq_lens, strict=True):
         taken, free = np.split(free, [-(-seq_len // block_size)])
         table.add_row(row, np.sort(taken) if row % 2 else taken)  # sorted rows have longer runs
