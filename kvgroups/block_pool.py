@@ -128,16 +128,17 @@ class BlockPool:
 
         Args:
             count: blocks to take.
-            after: the request's last block. Where the fullest slab has the block behind it, that comes first,
-                so that long requests are few intervals.
+            after: the request's last block. Where the fullest slab has the block behind it, that comes first, and
+                slabs are leased behind it, so that long requests are few intervals. Null for slabs as low as can be.
 
         Raises:
             OutOfBlocksError: if there are not so many; nothing is taken.
         """
         self._check_room(count)
         block_ids: list[int] = []
+        goes_on = after != NULL_BLOCK_ID
         while len(block_ids) < count:
-            lease = self._fullest(after) if self._num_free else self._lease(after)
+            lease = self._fullest(after) if self._num_free else self._lease(after if goes_on else NULL_BLOCK_ID)
             block_ids += self._take(lease, count - len(block_ids), after)
             after = block_ids[-1]
         return block_ids
