@@ -151,7 +151,7 @@ def a_block_of_another_request(patch):
 
     def beside(self, geometry, out=None):
         rows = original(self, geometry, out)
-        rows[: geometry.num_reqs] = self.device_table[1]
+        rows[: geometry.num_reqs] = self.device_table[1, : rows.shape[1]]
         return rows
 
     patch.setattr(BlockTable, "gather", beside)
