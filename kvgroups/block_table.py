@@ -240,6 +240,15 @@ class BlockTable:
         self.check_null_range(row, start, stop)
         self._write(row, start, np.full(stop - start, NULL_BLOCK_ID, dtype=np.int32))
 
+    def replace_block(self, row: int, column: int, block_id: int) -> None:
+        """Have another block, with the same content, in one place of a row.
+
+        Raises:
+            ShapeError: no such row, a column that the row does not have, or an id that is negative or no int32.
+        """
+        self.check_null_range(row, column, column + 1)
+        self._write(row, column, self._fitting(row, [block_id], column))
+
     def clear_row(self, row: int) -> None:
         """Empty a row."""
         self.check_rows(row)

@@ -61,12 +61,16 @@ class Filing:
             self._keep_point(request)
 
     def _file_blocks(self, request: Request, cursor: Cursor, token_ids: Sequence[int] | np.ndarray) -> None:
+        since = cursor.num_tokens
         rows = {name: group.row_blocks(request) for name, group in self._groups.items()}
         filed: dict[str, list[int]] = {}
         for block in self._prefixes.file(cursor, token_ids, rows):
             filed.setdefault(block.group, []).append(block.block_id)
         for name, block_ids in filed.items():
             self._groups[name].pool.keep(block_ids)
+        # Requests that computed the same side by side, or from an earlier point on, hold it once from here on.
+        for block, column in self._prefixes.doubles(cursor, since, rows):
+            self._groups[block.group].hold_instead(request, column, block.block_id)
 
     def _is_at_point(self, request: Request) -> bool:
         here = request.num_computed_tokens

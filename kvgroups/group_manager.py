@@ -59,6 +59,8 @@ class GroupManager:
         self._pending = pending
         self.on_copy: Callable[[int, int], None] | None = None
         """Told of every copy that is written down: from which block to which."""
+        self.on_replace: Callable[[Request, int, int], None] | None = None
+        """Told when a request holds another block in a column of its row."""
         self.copied_bytes = 0
         """Bytes that forks and rewinds have copied since the manager was made."""
         self.peak_held_bytes = 0
@@ -239,6 +241,16 @@ class GroupManager:
                 self.copy_block(block_id, int(row[column]))
                 self.free([block_id])
         return row
+
+    def hold_instead(self, request: Request, column: int, block_id: int) -> None:
+        """Hold a filed block in the place of a request's own, which has the same content."""
+        own = int(self.row_blocks(request)[column])
+        self._prefixes.claim(self.name, [block_id])
+        self.pool.share([block_id])
+        request.tables[self.name].replace_block(request.row, column, block_id)
+        self.free([own])
+        if self.on_replace is not None:
+            self.on_replace(request, column, block_id)
 
     def first_cached(self) -> tuple[float, int] | None:
         """What evicting the block that is missed least would lose per byte, and when it was last used."""

@@ -104,6 +104,7 @@ class Manager:
         self.prefixes.on_filed = sanitizer.filed
         for name, group in self._groups.items():
             group.on_copy = partial(sanitizer.copied, name)
+            group.on_replace = partial(sanitizer.replaced, name)
             group.pool.on_release = partial(sanitizer.released, name)
         return sanitizer
 

@@ -192,6 +192,29 @@ class PrefixCache:
         saved = rule.block_size if rule.is_full else 0
         return self._attach(node, CachedBlock(rule.name, block_id, rule.num_bytes, node.depth, saved))
 
+    def doubles(
+        self, cursor: Cursor, since: int, rows: Mapping[str, Sequence[int] | np.ndarray]
+    ) -> list[tuple[CachedBlock, int]]:
+        """Where a request has a block of its own for tokens that another block is filed under already.
+
+        Args:
+            cursor: where the request stands.
+            since: tokens up to which it was looked at before.
+            rows: see `file`.
+
+        Returns:
+            (the filed block, its column), the last column first.
+        """
+        found = []
+        for node in (cursor.node, *cursor.node.ancestors()):
+            if node.depth <= since:
+                break
+            for rule in self._token_rules:
+                block, column = node.blocks.get(rule.name), node.depth // rule.block_size - 1
+                if block is not None and rows[rule.name][column] not in (NULL_BLOCK_ID, block.block_id):
+                    found.append((block, column))
+        return found
+
     def lacks_snapshot(self, cursor: Cursor, group: str) -> bool:
         """Whether a snapshot at the cursor's place would be filed."""
         return self.is_shareable and not cursor.is_blocked and group not in cursor.node.blocks

@@ -122,6 +122,20 @@ class Sanitizer:
             self._fail("copies", group, target, f"is copied to, and {self._owners(group, target)}")
         self._shadows[group].copy(source, target)
 
+    def replaced(self, group: str, request: Request, column: int, block_id: int) -> None:
+        """While it is filed, a request comes to hold a block that was filed before in the place of its own.
+
+        Raises:
+            SanitizerError: if that block is not filed under the request's tokens, or was changed since.
+        """
+        assert self._filing is not None
+        size = self._groups[group].config.block_size
+        stop = (column + 1) * size
+        self._digests = self._digests or _digests(self._filing[1])
+        history = self._histories[request][group].copy()  # a fork may have the same one
+        history[stop - size : stop] = self._check_hit(request, group, block_id, stop, self._digests[stop])
+        self._histories[request][group] = history
+
     def released(self, group: str, block_ids: np.ndarray) -> None:
         """Blocks are free: poison them."""
         self._shadows[group].forget(block_ids)

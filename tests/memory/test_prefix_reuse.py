@@ -526,3 +526,81 @@ def test_what_is_refused(make_worker, call, error, message):
     with pytest.raises(error, match=message):
         call(worker, request)
     worker.manager.check()
+
+
+# Held once
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_tokens", "shared"),
+    [
+        pytest.param({"full": (4,)}, 18, {"full": 4}, id="full blocks, and not the tail of two tokens"),
+        pytest.param({"full": (4,), "window": (8, 4)}, 18, {"full": 4, "window": 2}, id="what a window still has"),
+        pytest.param({"full": (4,), "chunk": (8, 4)}, 22, {"full": 5, "chunk": 1}, id="of a chunk its own blocks"),
+        pytest.param({"full": (8,), "state": (1, 16)}, 30, {"full": 3, "state": 0}, id="a running state is nobody else's"),
+        pytest.param({"full": (16,)}, 15, {"full": 0}, id="no full block"),
+    ],
+)  # fmt: skip
+def test_requests_that_compute_the_same_side_by_side_hold_it_once(make_worker, groups, num_tokens, shared):
+    worker, tokens = make_worker(groups, sanitize=True), list(range(num_tokens))
+    first = worker.manager.admit(worker.tables, 0, tokens, num_tokens)
+    second = worker.manager.admit(worker.tables, 1, tokens, num_tokens)
+    for request in (first, second):
+        worker.finish_step(request, tokens)
+    for request in (first, second):
+        while count := worker.manager.next_step(request):
+            worker.manager.allocate([request], [count])
+            worker.finish_step(request, tokens)
+    for name in groups:
+        both = set(worker.row(first, name)) & set(worker.row(second, name)) - {0}
+        assert len(both) == shared[name], name
+    worker.manager.check()
+    for request, more in ((first, 7), (second, 8)):
+        worker.decode(request, [*tokens, *[more] * 9], num_tokens)
+        worker.assert_reads(request, [*tokens, *[more] * 9])
+    worker.manager.check()
+
+
+def test_what_lies_behind_the_last_snapshot_is_held_once_too(make_worker):
+    """A system prompt of 28 tokens, states resumed every 16: tokens 16 to 27 are computed again, and held once."""
+    worker = make_worker({"full": (4,), "state": (1, 16)}, sanitize=True)
+    system = list(range(28))
+    for row in range(3):
+        worker.prefill(row, [*system, 100 + row, 200 + row])
+    third = worker.prefill(3, [*system, 50, 51])
+    assert third.hit.num_tokens == 16
+    assert worker.num_used()["full"] == 7 + 4  # 28 tokens once, and four tails
+    worker.manager.check()
+
+
+def test_going_back_into_a_block_that_came_to_be_shared_copies_it(make_worker):
+    worker, tokens = make_worker({"full": (4,)}, sanitize=True), list(range(10))
+    first, second = worker.prefill(0, tokens), worker.manager.admit(worker.tables, 1, tokens[:3] + [9])
+    worker.finish_step(second, tokens[:3] + [9])
+    worker.manager.rewind(second, 1)
+    worker.decode(second, tokens[:8], 3)
+    assert worker.row(second, "full") == worker.row(first, "full")[:2]
+    worker.manager.rewind(second, 2)
+    worker.decode(second, [*tokens[:6], 70, 71], 6)
+    assert worker.row(second, "full")[0] == worker.row(first, "full")[0]
+    assert worker.row(second, "full")[1] != worker.row(first, "full")[1]
+    worker.assert_reads(first, tokens)
+    worker.assert_reads(second, [*tokens[:6], 70, 71])
+    worker.manager.check()
+
+
+def test_a_forks_own_block_stays_where_it_is(make_worker):
+    """Both forks hold a block of their parent's; one of them finds that it is filed elsewhere."""
+    worker, tokens = make_worker({"full": (4,)}, sanitize=True), list(range(8))
+    unfiled = worker.manager.open(worker.tables, 0)
+    worker.manager.allocate([unfiled], [8])
+    worker.write(unfiled, tokens, 8)
+    worker.manager.advance([unfiled], [8])
+    twin = worker.manager.fork(unfiled, worker.tables, 1)
+    filed = worker.prefill(2, tokens)
+    worker.manager.file(twin, tokens)
+    assert worker.row(twin, "full") == worker.row(filed, "full")
+    assert worker.row(unfiled, "full") != worker.row(filed, "full")
+    for request in (unfiled, twin, filed):
+        worker.assert_reads(request, tokens)
+    worker.manager.check()

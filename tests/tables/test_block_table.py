@@ -375,3 +375,16 @@ def test_a_state_slot_is_column_zero_and_padding_reads_the_zero_state():
 def test_a_geometry_of_more_rows_than_the_table_is_refused():
     with pytest.raises(ShapeError, match="got 4"):
         filled([7]).gather(BatchGeometry.build([4], [1], [0]))
+
+
+def test_replace_block_changes_one_place_and_commits_one_entry():
+    table = BlockTable(2, 64, 16)
+    table.add_row(1, [5, 6, 7])
+    table.commit()
+    table.replace_block(1, 1, 9)
+    assert table.table[1].tolist()[:4] == [5, 9, 7, 0]
+    assert table.commit() == 12
+    for row, column, block_id in ((2, 0, 9), (1, 3, 9), (1, -1, 9), (1, 0, -1), (1, 0, 2**31)):
+        with pytest.raises(ShapeError):
+            table.replace_block(row, column, block_id)
+    assert table.table[1].tolist()[:4] == [5, 9, 7, 0]
