@@ -575,8 +575,8 @@ def test_what_lies_behind_the_last_snapshot_is_held_once_too(make_worker):
 
 def test_going_back_into_a_block_that_came_to_be_shared_copies_it(make_worker):
     worker, tokens = make_worker({"full": (4,)}, sanitize=True), list(range(10))
-    first, second = worker.prefill(0, tokens), worker.manager.admit(worker.tables, 1, tokens[:3] + [9])
-    worker.finish_step(second, tokens[:3] + [9])
+    first, second = worker.prefill(0, tokens), worker.manager.admit(worker.tables, 1, [*tokens[:3], 9])
+    worker.finish_step(second, [*tokens[:3], 9])
     worker.manager.rewind(second, 1)
     worker.decode(second, tokens[:8], 3)
     assert worker.row(second, "full") == worker.row(first, "full")[:2]
