@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from kvgroups import ops
+from kvgroups.backward import refuse_backward
 from kvgroups.cache import CACHE_ARGUMENTS, CacheContext, GroupedCache, find_cache
 from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelError
 from kvgroups.manager import Manager
@@ -21,6 +23,7 @@ from kvgroups.model_adapters import ATTENTION_NAME, find_mixers, register_attent
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 from kvgroups.specs.infer import config_from_facts, layer_specs
 from kvgroups.specs.probe import LayerFacts, attention_setting, module_configs, probe
+from kvgroups.specs.uncompiled import uncompiled
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -72,7 +75,7 @@ def patch(
         pass
     present = model.__dict__.get("_kvgroups")
     if present is not None:
-        same = (fused, backend) == (present.is_fused, present.backend)
+        same = (fused, backend) == (present.is_fused, present.backend) and present.is_current()
         if same and config in (None, present.context.config):
             return model
         unpatch(model)
@@ -148,14 +151,29 @@ class Patch:
             mixers=find_mixers(model, facts) if fused else (),
         )
         self._configs = module_configs(model)
+        self._placement = (model.device, model.dtype)
         self._hidden: dict[str, Any] = {}
+        self._running_in: int | None = None
+        """The thread in which the model runs over a cache of ours at the moment."""
+
+    def is_current(self) -> bool:
+        """Whether the model still has the configs, mixers, device and dtype that it was patched with."""
+        modules = set(map(id, self.model.modules()))
+        return (
+            self._placement == (self.model.device, self.model.dtype)
+            and set(map(id, self._configs)) == set(map(id, module_configs(self.model)))
+            and all(id(mixer.module) in modules for mixer in self.context.mixers)
+        )
 
     def install(self) -> None:
         """Hide the model's methods behind ours."""
 
-        @functools.wraps(self.original_forward)  # generate reads the signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.forward(*args, **kwargs)
+
+        # Our own frames are not traced; the model's forward that they call may still be.
+        forward = torch.compiler.disable(forward, recursive=False)
+        functools.update_wrapper(forward, self.original_forward)  # generate reads the signature
 
         attributes: dict[str, Any] = {
             "_kvgroups": self,
@@ -180,6 +198,7 @@ class Patch:
 
     def plain_state(self) -> dict[str, Any]:
         """The model's attributes without ours: what pickling saves, so that a saved model is a plain one."""
+        self._check_idle("pickled")
         plain = {name: value for name, value in self.model.__dict__.items() if name not in self._installed}
         return {**plain, **self._hidden}
 
@@ -187,6 +206,7 @@ class Patch:
         """A copy of the model, patched with empty pools of its own."""
         import copy
 
+        self._check_idle("copied")
         model, config = self.model, self.context.config
         self.remove()
         try:
@@ -195,13 +215,28 @@ class Patch:
             self.install()
         return patch(twin, config, fused=self.is_fused, backend=self.backend)
 
+    def _check_idle(self, what: str) -> None:
+        """Mixers have stand-ins on them during a forward, which no copy may carry on."""
+        if self.context.lock.locked():
+            raise UnsupportedCallError(f"the model cannot be {what} inside a forward over a kvgroups cache; wait for it")
+
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: its own, unless the cache among the arguments is ours."""
         names = list(self.context.parameters)
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         cache = find_cache(inputs)
         if not isinstance(cache, GroupedCache):
-            return self.original_forward(*args, **kwargs)
+            if cache is not None and not _is_cache(cache):
+                raise UnsupportedCallError(
+                    f"cache: expected a kvgroups.GroupedCache, a cache of transformers or None, got {type(cache).__name__}"
+                )
+            with self.plain_settings():
+                return self.original_forward(*args, **kwargs)
+        return self._forward_over(cache, inputs)
+
+    @torch.compiler.disable
+    def _forward_over(self, cache: GroupedCache, inputs: dict[str, Any]) -> Any:
         self._check_forward(cache, inputs)
         for name in CACHE_ARGUMENTS:
             inputs.pop(name, None)
@@ -215,19 +250,47 @@ class Patch:
                 "a second forward at the same time on one model; run one after the other"
             )
         try:
-            output: ModelOutput = cache.forward(self.original_forward, inputs, self.settings)
+            with torch.no_grad():
+                output: ModelOutput = cache.forward(self.original_forward, inputs, self.settings)
         finally:
             self.context.lock.release()
+        if self._would_have_gradients(inputs):
+            refuse_backward(output)
         return output if as_dict else output.to_tuple()
+
+    def _would_have_gradients(self, inputs: dict[str, Any]) -> bool:
+        """Whether the output of an unpatched model would require gradients."""
+        if not torch.is_grad_enabled():
+            return False
+        embeds = inputs.get("inputs_embeds")
+        tensors = self.model.parameters() if embeds is None else (embeds, *self.model.parameters())
+        return any(tensor.requires_grad for tensor in tensors)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """What holds while the model's own forward runs over a cache of ours, and at no other time."""
-        with (
-            nullcontext() if self.backend == "auto" else ops.use_backend(self.backend),
-            attention_setting(self._configs, ATTENTION_NAME),
-            running_fused(self.context.mixers),
-        ):
+        """What holds in this thread while the model's own forward runs over a cache of ours, and nowhere else."""
+        self._running_in = threading.get_ident()
+        try:
+            with (
+                nullcontext() if self.backend == "auto" else ops.use_backend(self.backend),
+                uncompiled(),
+                attention_setting(self._configs, ATTENTION_NAME),
+                running_fused(self.context.mixers),
+            ):
+                yield
+        finally:
+            self._running_in = None
+
+    def plain_settings(self) -> AbstractContextManager[None]:
+        """What a forward without a cache of ours runs under: the model's own settings, also where a hook of a
+        forward over a cache of ours makes it."""
+        if self._running_in != threading.get_ident():
+            return nullcontext()
+        return self._own_settings()
+
+    @contextmanager
+    def _own_settings(self) -> Iterator[None]:
+        with attention_setting(self._configs, None), running_fused(()):
             yield
 
     def _takes_any_keyword(self) -> bool:
@@ -238,6 +301,11 @@ class Patch:
             raise UnsupportedCallError(
                 "cache: this GroupedCache belongs to another model or an earlier patch; make one with "
                 "kvgroups.GroupedCache(model)"
+            )
+        if self._placement != (self.model.device, self.model.dtype):
+            raise UnsupportedCallError(
+                f"the model is {self.model.dtype} on {self.model.device} and was patched as {self._placement[1]} on "
+                f"{self._placement[0]}, like its pages; kvgroups.unpatch(model), then patch it again"
             )
         if inputs.get("output_attentions") or self.model.config.output_attentions:
             raise UnsupportedCallError(
@@ -376,6 +444,11 @@ class Patch:
                     f"cache: was filled with another prompt: row {row} differs at token {column}; pass the prompt that "
                     "it was filled with, or leave `cache` out"
                 )
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether layers could store in it; transformers' own paged cache is no `Cache`."""
+    return callable(getattr(value, "update", None)) and not isinstance(value, dict)
 
 
 def _check_config(config: KVGroupsConfig, facts: Sequence[LayerFacts]) -> None:

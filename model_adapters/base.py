@@ -16,6 +16,17 @@ from kvgroups.specs import GroupConfig
 HANDLE = "kvgroups_handle"
 """Attribute of a key tensor, or keyword argument, that tells attention which cache layer's K it was given."""
 
+CAUSES = (
+    "a module or config was replaced after patch (kvgroups.unpatch(model), then patch it again), or its cache was "
+    "withheld from it (gradient checkpointing does that in training mode: model.eval())"
+)
+"""What may have happened when a layer does not do what the probe saw it do."""
+
+OUTSIDE = (
+    "this cache was used outside of its model's forward; call the patched model itself, not one of its parts, another "
+    "model, or the model after kvgroups.unpatch"
+)
+
 
 @dataclass(frozen=True)
 class GroupStep:
@@ -53,6 +64,8 @@ class Step:
     """State group -> (num_snapshots,), int64: the slots that keep them."""
     after_forward: list[Callable[[], None]] = field(default_factory=list)
     """What must wait until the last layer has read: writes into rings."""
+    attended: dict[int, bool] = field(default_factory=dict)
+    """Layers that filed K and V in this pass -> whether their attention has been computed over pages."""
     _state_slots: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     tagged: list[torch.Tensor] = field(default_factory=list)
     """Key tensors that carry a handle, kept alive until the pass ends so that no other tensor takes their place."""
@@ -119,8 +132,22 @@ class Step:
         start_loc[1:] = is_real.sum(1).cumsum(0)
         return rearrange(query, "b h s d -> (b s) h d").index_select(0, index), start_loc, index
 
+    def check_served(self) -> None:
+        """Hold what the layers did against what the probe saw.
+
+        Raises:
+            UnsupportedCallError: if a layer filed nothing, or its attention read something else than the pages, so
+                that the output is not what it looks like.
+        """
+        for index in [i for group in self.groups.values() if not group.config.is_state for i in group.config.layers]:
+            if index not in self.attended:
+                raise UnsupportedCallError(f"layer {index}: no K and V were stored for it in this forward; {CAUSES}")
+            if not self.attended[index]:
+                raise UnsupportedCallError(f"layer {index}: its attention did not read K and V from pages; {CAUSES}")
+
     def finish(self) -> None:
-        """Write what had to wait and take the handles off."""
+        """Check that every layer took part, write what had to wait and take the handles off."""
+        self.check_served()
         for action in self.after_forward:
             action()
         self.release()
@@ -146,8 +173,5 @@ class Running:
             UnsupportedCallError: if the layer was called from outside a patched model's forward.
         """
         if self.step is None:
-            raise UnsupportedCallError(
-                "this cache was used outside of its model's forward; call the patched model itself, "
-                "not one of its parts or another model"
-            )
+            raise UnsupportedCallError(OUTSIDE)
         return self.step

@@ -12,16 +12,19 @@ or as (num_reqs, 1) where each feeds one, which is the form in which it takes it
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvgroups import ops
-from kvgroups.model_adapters.base import Step
+from kvgroups.errors import UnsupportedCallError
+from kvgroups.model_adapters.base import CAUSES, Running, Step
 from kvgroups.model_adapters.generic_state import StateLayer
 
 CONVOLUTION = frozenset({"causal_conv1d_fn", "causal_conv1d_update"})
@@ -61,10 +64,16 @@ class FusedMixer:
             (batch, query_len, hidden), 0 where there is padding.
         """
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        hidden_states, cache = arguments.pop("hidden_states"), arguments.pop("cache")
+        hidden_states, cache = arguments.pop("hidden_states"), arguments.pop("cache", None)
         arguments.pop("attention_mask", None)
+        if not isinstance(getattr(cache, "running", None), Running):
+            raise UnsupportedCallError(
+                f"{type(self.module).__name__} (cache layer {self.index}): inside a forward over a kvgroups cache, it was "
+                f"called with {type(cache).__name__} for its cache; {CAUSES}"
+            )
         self.layer: StateLayer = cache.layers[self.index]
         self.step: Step = cache.running.require()
+        self.layer.was_used = True
         self.num_scans = 0
         batch_size, query_len, hidden = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden)
@@ -91,6 +100,7 @@ class FusedMixer:
         return ops.causal_conv1d_update(x[..., 0], conv_state, slots, weight, bias, activation=activation)[..., None]
 
     def mamba_selective_scan(self, x, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_):
+        x, B, C, z = _widest(x, B, C, z)
         states = self._states("recurrent")
         if states.ndim == 4:  # heads of their own, scanned one after the other
             states = states[:, self.num_scans]
@@ -102,6 +112,7 @@ class FusedMixer:
         return output.mT[None], output.new_empty(0)  # the final state is in its slot already
 
     def mamba_selective_state_update(self, state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, **_):
+        x, B, C, z = _widest(x, B, C, z)
         slots = self._slots()["final_slots"]
         return ops.selective_state_update(
             state, slots, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus
@@ -112,6 +123,7 @@ class FusedMixer:
     def mamba2_chunk_scan(
         self, x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf")), **_
     ):
+        x, B, C, z = _widest(x, B, C, z)
         output = ops.ssd_scan(
             x[0], dt[0], A, B[0], C[0], self._states("recurrent"),
             chunk_size=chunk_size, D=D, z=None if z is None else z[0], dt_bias=dt_bias, dt_softplus=dt_softplus,
@@ -132,6 +144,13 @@ class FusedMixer:
             "snapshot_tokens": self.step.snapshot_tokens,
             "snapshot_slots": self.step.snapshot_slots.get(group),
         }
+
+
+def _widest(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors in the widest of their dtypes: under autocast, projections and norms leave different ones."""
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 class _SlotCache:
@@ -178,18 +197,67 @@ def fusable_kernels(module: torch.nn.Module, states: set[str]) -> tuple[frozense
     return (None, reasons) if reasons else (kernels, [])
 
 
+class _InForce(threading.local):
+    """The fused mixers of the forward that runs in the current thread, by the id of their module."""
+
+    def __init__(self) -> None:
+        self.mixers: Mapping[int, FusedMixer] = {}
+
+
+_in_force = _InForce()
+_lock = threading.RLock()
+_num_users: dict[int, int] = {}
+"""id of a module -> how many forwards, over all threads, run it fused."""
+_hidden: dict[int, Any] = {}
+"""id of such a module -> the forward that was an attribute of the instance itself, if there was one."""
+
+
 @contextmanager
 def running_fused(mixers: Sequence[FusedMixer]) -> Iterator[None]:
-    """Put the mixers' forwards in place, and take them off again, whatever happens."""
-    hidden: list[tuple[torch.nn.Module, Callable[..., Any] | None]] = []
+    """Run the mixers' modules fused in this thread, and nowhere else; with none, run all modules as they are.
+
+    Modules are shared between threads, and between models that were put together from the same parts. What stands
+    in for their forward asks who calls, and the last forward that needs it takes it off.
+    """
+    outer, entered = _in_force.mixers, []
     try:
         for mixer in mixers:
-            hidden.append((mixer.module, mixer.module.__dict__.get("forward")))
-            mixer.module.__dict__["forward"] = mixer.forward
+            _enter(mixer.module)
+            entered.append(mixer.module)
+        _in_force.mixers = {id(mixer.module): mixer for mixer in mixers}
         yield
     finally:
-        for module, forward in hidden:
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
+        _in_force.mixers = outer
+        for module in entered:
+            _leave(module)
+
+
+def _enter(module: torch.nn.Module) -> None:
+    with _lock:
+        key = id(module)
+        if key not in _num_users:
+            if "forward" in module.__dict__:
+                _hidden[key] = module.__dict__["forward"]
+            module.__dict__["forward"] = _stand_in(module, module.forward)
+        _num_users[key] = _num_users.get(key, 0) + 1
+
+
+def _leave(module: torch.nn.Module) -> None:
+    with _lock:
+        key = id(module)
+        _num_users[key] -= 1
+        if _num_users[key]:
+            return
+        del _num_users[key]
+        if key in _hidden:
+            module.__dict__["forward"] = _hidden.pop(key)
+        else:
+            del module.__dict__["forward"]
+
+
+def _stand_in(module: torch.nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mixer = _in_force.mixers.get(id(module))
+        return own_forward(*args, **kwargs) if mixer is None else mixer.forward(*args, **kwargs)
+
+    return forward

@@ -7,7 +7,6 @@ after storing them (multi-latent attention), in the keyword arguments. Our atten
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvgroups import ops
 from kvgroups.errors import UnsupportedCallError
-from kvgroups.model_adapters.base import HANDLE, Running, Step
+from kvgroups.model_adapters.base import CAUSES, HANDLE, Running, Step
 from kvgroups.specs import GroupConfig
 from kvgroups.specs.probe import LayerFacts
 from kvgroups.storage import GroupStorage
@@ -63,7 +62,10 @@ class AttentionLayer(CacheLayerMixin):
             max_seq_len, dim), zero beyond each row's end, for a layer that transforms them further.
         """
         step = self.running.require()
-        handle = StepKV(self, step, step.pack(key_states), step.pack(value_states))
+        self._check_dtype(key_states, value_states)
+        dtype = self.facts.dtype
+        handle = StepKV(self, step, step.pack(key_states).to(dtype), step.pack(value_states).to(dtype))
+        step.attended[self.facts.index] = False
         if not self.facts.reads_gathered:
             handle.write()
             setattr(key_states, HANDLE, handle)
@@ -78,6 +80,15 @@ class AttentionLayer(CacheLayerMixin):
         handle.write()
         kwargs[HANDLE] = handle
         return gathered
+
+    def _check_dtype(self, *states: torch.Tensor) -> None:
+        """Pages have the dtype that the probe saw. Autocast changes it call by call, and then pages keep the wider one."""
+        for tensor in states:
+            if tensor.dtype != self.facts.dtype and not torch.is_autocast_enabled(tensor.device.type):
+                raise UnsupportedCallError(
+                    f"layer {self.facts.index} ({self.facts.owner}): its pages hold {self.facts.dtype} and it stores "
+                    f"{tensor.dtype}; after a change of dtype, kvgroups.unpatch(model), then patch it again"
+                )
 
     @property
     def keys(self) -> None:
@@ -172,6 +183,7 @@ class StepKV:
             (num_reqs, columns, num_heads, head_dim_v); 0 where there is padding.
         """
         step, facts = self.step, self.layer.facts
+        step.attended[facts.index] = True
         packed, query_start_loc, index = step.queries(query)
         common = {"query_start_loc": query_start_loc, "window": facts.window, "chunk": facts.chunk, **scores}
         if facts.reads_gathered:
@@ -251,33 +263,34 @@ def attention_forward(
 
     Returns:
         Output (num_reqs, columns, num_heads, head_dim_v), and no weights.
+
+    Raises:
+        UnsupportedCallError: if K was not filed by a cache layer of ours. The probe lets no model through that
+            attends over anything else, so the layer was not handed its cache, or is not the model's.
     """
     handle = kwargs.pop(HANDLE, None) or getattr(key, HANDLE, None)
-    if handle is None:  # attention over something that is not the cache: as the model's own file does it
-        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        return eager(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            softcap=softcap,
-            s_aux=s_aux,
-            **kwargs,
+    if handle is None:
+        raise UnsupportedCallError(
+            f"{type(module).__name__} (layer_idx {getattr(module, 'layer_idx', None)}): its attention was called with K "
+            f"that is in no kvgroups cache; {CAUSES}"
         )
     if dropout:
         raise UnsupportedCallError("attention dropout with a kvgroups cache; call model.eval() first")
-    output = handle.attend(
-        query,
-        key,
-        value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.reshape(-1),
-    )
-    return output, None
+    scores = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.reshape(-1),
+    }
+    if torch.is_autocast_enabled(query.device.type):
+        return _attend_as_stored(handle, query, key, value, scores=scores), None
+    return handle.attend(query, key, value, **scores), None
+
+
+def _attend_as_stored(handle: StepKV, *states: torch.Tensor, scores: dict[str, Any]) -> torch.Tensor:
+    """Attention in the pages' dtype, where autocast would have the kernels mix two."""
+    with torch.autocast(states[0].device.type, enabled=False):
+        output = handle.attend(*(tensor.to(handle.layer.facts.dtype) for tensor in states), **scores)
+    return output.to(states[0].dtype)
 
 
 def register_attention() -> None:

@@ -6,11 +6,14 @@ transformers' cache would have handed it, and after the pass they are written ba
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvgroups import ops
-from kvgroups.model_adapters.base import Running, Step
+from kvgroups.errors import UnsupportedCallError
+from kvgroups.model_adapters.base import CAUSES, OUTSIDE, Running, Step
 from kvgroups.model_adapters.generic_attention import AttentionLayer
 from kvgroups.specs import GroupConfig
 from kvgroups.specs.probe import LayerFacts
@@ -29,13 +32,15 @@ class StateLayer(LinearAttentionLayer):
     ) -> None:
         self.is_fused = is_fused
         self.places = {state.name: _place(state.name) for state in facts.states}
-        super().__init__(number_of_states=1 + max(index for _, index in self.places.values()))
+        self.is_running = self.was_used = False
         self.state_facts = facts
+        super().__init__(number_of_states=1 + max(index for _, index in self.places.values()))
         self.state_group = group
         self.state_storage = storage
 
     def begin(self, step: Step) -> None:
         """Take the rows' states from their slots; rows without a past start from zeros."""
+        self.is_running, self.was_used = True, False
         if self.is_fused:
             return  # the mixer works on the slots themselves
         slots = step.groups[self.state_group.name].block_table[:, 0]
@@ -55,10 +60,17 @@ class StateLayer(LinearAttentionLayer):
                 self.conv_kernel_size[index] = state.shape[-1]
             else:
                 self.is_recurrent_states_initialized[index] = True
-        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not step.is_fresh)
+        self._has_previous_state = dict.fromkeys(range(self.number_of_states), not step.is_fresh)
 
     def commit(self, step: Step) -> None:
-        """Write the states that the layer left back to their slots."""
+        """Write the states that the layer left back to their slots.
+
+        Raises:
+            UnsupportedCallError: if nothing asked for the layer's states, so that they are not those after the step.
+        """
+        if not self.was_used:
+            index = self.state_facts.index
+            raise UnsupportedCallError(f"layer {index}: its states were not used in this forward; {CAUSES}")
         if self.is_fused:
             return
         slots = step.groups[self.state_group.name].block_table[:, 0]
@@ -67,12 +79,49 @@ class StateLayer(LinearAttentionLayer):
             ops.scatter_states(views[name], slots, self._states(kind)[index].detach().to(views[name].dtype))
         self.release()
 
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """By state, whether rows have a past. transformers asks before it hands a state out or takes one in."""
+        self._note_use()
+        return self._has_previous_state
+
+    @has_previous_state.setter
+    def has_previous_state(self, value: dict[int, bool]) -> None:
+        self._has_previous_state = value
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take in the state after the step, as transformers' own layer does."""
+        self._note_use()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _note_use(self) -> None:
+        """A module works on the gathered states; there are none of a fused layer, nor outside of a forward."""
+        if not self.is_running:
+            raise UnsupportedCallError(OUTSIDE)
+        if self.is_fused:
+            raise UnsupportedCallError(
+                f"layer {self.state_facts.index} ({self.state_facts.owner}): another module than the one that runs fused "
+                f"asks for its states; {CAUSES}"
+            )
+        self.was_used = True
+
+    @property
+    def keys(self) -> None:
+        """A state layer has none, whatever it is asked by."""
+        raise UnsupportedCallError(
+            f"layer {self.state_facts.index} ({self.state_facts.owner}): it keeps states on slots, and something reads "
+            "cache.layers[i].keys or .values; kvgroups.unpatch(model) to run code that does"
+        )
+
+    values = keys
+
     def view(self, name: str) -> torch.Tensor:
         """(num_slots, *state_shape), the states of all slots by name, for kernels that work in place."""
         return self.state_storage.layer(self.state_facts.index)[name]
 
     def release(self) -> None:
         """Let go of the gathered rows."""
+        self.is_running = False
         for kind, index in self.places.values():
             self._states(kind)[index] = None
 

@@ -8,6 +8,7 @@ they can be continued.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvgroups.errors import UnsupportedModelError
 from kvgroups.specs.mamba import StateTensor
+from kvgroups.specs.thread_setting import thread_setting
+from kvgroups.specs.uncompiled import uncompiled
 
 PROBE_ATTENTION = "kvgroups_probe"
 """The name under which the probe's recording attention function is registered."""
@@ -34,6 +37,9 @@ _UNSERVED_ATTENTION_ARGUMENTS = ("position_bias", "block_indices", "sinks")
 """Attention arguments that change the scores in ways that the paged kernels do not compute."""
 
 _TOKENS = 2
+
+_lock = threading.RLock()
+"""Held by the one probe that runs: it hangs hooks and meta weights on modules, which models may share."""
 
 
 @dataclass
@@ -88,6 +94,25 @@ def probe(model: PreTrainedModel) -> list[LayerFacts]:
                 f"{type(model).__name__}: layer {index} has layer type {layer_type!r}, which no adapter serves; "
                 f"served are {', '.join(sorted(SERVED_LAYER_TYPES))}"
             )
+    with _lock:
+        watcher = _watched(model)
+    facts = watcher.facts(layer_types, arguments)
+    for layer in facts:
+        if layer.refusals:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: layer {layer.index} ({layer.layer_type}, {layer.owner}) cannot be served: "
+                + "; ".join(layer.refusals)
+            )
+    if watcher.side_attention:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {watcher.side_attention[0]} attends over something that no cache layer stored, "
+            "for which no masks are built on a patched model, so no adapter serves it"
+        )
+    return facts
+
+
+def _watched(model: PreTrainedModel) -> _Watcher:
+    """A watcher that has seen both probing forwards."""
     watcher = _Watcher(model)
     try:
         _watch(watcher, meta=True)
@@ -100,14 +125,7 @@ def probe(model: PreTrainedModel) -> list[LayerFacts]:
                 f"{type(model).__name__}: {watcher.innermost} cannot run on transformers' Cache without attention masks "
                 f"({type(error).__name__}: {error}), so no adapter serves it"
             ) from error
-    facts = watcher.facts(layer_types, arguments)
-    for layer in facts:
-        if layer.refusals:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: layer {layer.index} ({layer.layer_type}, {layer.owner}) cannot be served: "
-                + "; ".join(layer.refusals)
-            )
-    return facts
+    return watcher
 
 
 def module_configs(model: PreTrainedModel) -> list[Any]:
@@ -117,22 +135,10 @@ def module_configs(model: PreTrainedModel) -> list[Any]:
 
 
 @contextmanager
-def attention_setting(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """Switch the configs of a model to attention `name`, and back, whatever happens."""
-    with _setting(configs, "_attn_implementation_internal", name):
+def attention_setting(configs: Sequence[Any], name: str | None) -> Iterator[None]:
+    """Have the configs of a model name attention `name`, in this thread alone; None for their own setting."""
+    with thread_setting(configs, "_attn_implementation_internal", name):
         yield
-
-
-@contextmanager
-def _setting(configs: Sequence[Any], attribute: str, value: str) -> Iterator[None]:
-    saved = [(config, getattr(config, attribute)) for config in configs if hasattr(config, attribute)]
-    try:
-        for config, _ in saved:
-            setattr(config, attribute, value)
-        yield
-    finally:
-        for config, before in saved:
-            setattr(config, attribute, before)
 
 
 def _watch(watcher: _Watcher, *, meta: bool) -> None:
@@ -155,7 +161,8 @@ def _watch(watcher: _Watcher, *, meta: bool) -> None:
         configs = module_configs(model)
         stack.enter_context(attention_setting(configs, PROBE_ATTENTION))
         # Experts as batched matrix products: the other forms ask tensors for values, which meta tensors lack.
-        stack.enter_context(_setting(configs, "_experts_implementation_internal", "batched_mm"))
+        stack.enter_context(thread_setting(configs, "_experts_implementation_internal", "batched_mm"))
+        stack.enter_context(uncompiled())
         stack.enter_context(watcher.watching())
         stack.enter_context(torch.inference_mode(False))
         with torch.no_grad():
@@ -223,6 +230,8 @@ class _Watcher:
         self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.stack: list[str] = []
         self.innermost = type(model).__name__  # the module that was entered last, for a failure's message
+        self.side_attention: list[str] = []  # modules that attend over what no cache layer stored
+        self.thread = threading.get_ident()
         self.waiting: int | None = None  # the layer whose update has not been followed by attention yet
 
     @contextmanager
@@ -243,13 +252,15 @@ class _Watcher:
 
     def _enter(self, label: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
-            self.stack.append(label)
-            self.innermost = label
+            if threading.get_ident() == self.thread:
+                self.stack.append(label)
+                self.innermost = label
 
         return enter
 
     def _leave(self, *_: Any) -> None:
-        self.stack.pop()
+        if threading.get_ident() == self.thread:
+            self.stack.pop()
 
     def layer(self, index: int) -> LayerFacts:
         facts = self.by_layer.setdefault(index, LayerFacts(index=index, layer_type=""))
@@ -286,6 +297,8 @@ class _Watcher:
             self._check_arguments(facts, module, kwargs)
             if index == self.waiting:
                 self.waiting = None
+        else:
+            self.side_attention.append(self.stack[-1])
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return (query.mean() + key.mean() + value.mean()).expand(shape), None
 
