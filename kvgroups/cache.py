@@ -74,6 +74,9 @@ class GroupedCache(Cache):
 
     `copy.deepcopy` of a cache is a fork: full blocks are shared, the rest is copied.
 
+    Pages carry no gradients. Where gradients are on, a forward over the cache gives the same values, and a backward
+    through them raises `UnsupportedCallError`; to train, call the model without a cache, which runs as before `patch`.
+
     Args:
         model: a model that `kvgroups.patch` has patched.
         max_rewind: tokens of the last forward that `crop` must be able to take back; None for the config's.

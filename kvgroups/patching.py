@@ -143,6 +143,7 @@ class Patch:
         self.is_fused = fused
         self.backend = backend
         self.original_forward = model.forward
+        self.original_generate = model.generate
         self.context = CacheContext(
             config=config,
             facts=facts,
@@ -162,7 +163,7 @@ class Patch:
         return (
             self._placement == (self.model.device, self.model.dtype)
             and set(map(id, self._configs)) == set(map(id, module_configs(self.model)))
-            and all(id(mixer.module) in modules for mixer in self.context.mixers)
+            and all(id(mixer.module) in modules and mixer.is_current() for mixer in self.context.mixers)
         )
 
     def install(self) -> None:
@@ -175,9 +176,14 @@ class Patch:
         forward = torch.compiler.disable(forward, recursive=False)
         functools.update_wrapper(forward, self.original_forward)  # generate reads the signature
 
+        @functools.wraps(self.original_generate)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            return self.generate(*args, **kwargs)
+
         attributes: dict[str, Any] = {
             "_kvgroups": self,
             "forward": forward,
+            "generate": generate,
             "_prepare_cache_for_generation": self.prepare_cache,
             "_prefill": self.prefill,
             "__deepcopy__": self.deepcopy_model,
@@ -323,6 +329,19 @@ class Patch:
             )
 
     # generate
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, which then asks `prepare_cache` and `prefill`; but not transformers' engine.
+
+        `cache_implementation="paged"` turns off to that engine before a cache is asked for. `generate_batch` is its
+        own front door, and runs as on any other model.
+        """
+        if kwargs.get("cache_implementation") == "paged":
+            raise UnsupportedCallError(
+                "cache_implementation='paged': transformers' own engine would run, past this model's KV-cache groups; leave "
+                "it out, or call model.generate_batch for that engine"
+            )
+        return self.original_generate(*args, **kwargs)
 
     def prepare_cache(
         self,

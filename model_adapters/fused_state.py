@@ -33,6 +33,19 @@ MAMBA2 = CONVOLUTION | {"mamba2_chunk_scan", "mamba2_selective_state_update"}
 _ACTIVATIONS = (None, "silu", "swish")
 
 
+def _outside_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as it is written: under autocast its products would have another dtype than its states."""
+
+    @functools.wraps(kernel)
+    def run(self: FusedMixer, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(first.device.type):
+            return kernel(self, first, *args, **kwargs)
+        with torch.autocast(first.device.type, enabled=False):
+            return kernel(self, first, *args, **kwargs)
+
+    return run
+
+
 class FusedMixer:
     """One mixer of a model, run on state slots.
 
@@ -48,12 +61,17 @@ class FusedMixer:
     def __init__(self, module: torch.nn.Module, index: int, kernels: frozenset[str]) -> None:
         self.module = module
         self.index = index
+        self.instance_forward = module.__dict__.get("forward")
         own = inspect.unwrap(type(module).forward)
         namespace = {**own.__globals__, **{name: getattr(self, name) for name in kernels}}
         rebound = types.FunctionType(own.__code__, namespace, own.__name__, own.__defaults__, own.__closure__)
         rebound.__kwdefaults__ = own.__kwdefaults__
         self.own_forward = types.MethodType(rebound, module)
         self.parameters = list(inspect.signature(self.own_forward).parameters)
+
+    def is_current(self) -> bool:
+        """Whether the module has the forward that it had when it was patched. For use between forwards."""
+        return self.module.__dict__.get("forward") is self.instance_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stands in for the mixer's forward while a cache of ours is running.
@@ -91,14 +109,17 @@ class FusedMixer:
     # The kernels that the mixer's code calls, under the names that it calls them by. Tensors have the mixer's
     # shapes: a leading dimension of 1 and the tokens as the last or second.
 
+    @_outside_autocast
     def causal_conv1d_fn(self, x, weight, bias=None, activation=None, **_):
         output = ops.causal_conv1d(x[0].mT, weight, bias, self._states("conv"), activation=activation, **self._slots())
         return output.mT[None]
 
+    @_outside_autocast
     def causal_conv1d_update(self, x, conv_state, weight, bias=None, activation=None, **_):
         slots = self._slots()["final_slots"]
         return ops.causal_conv1d_update(x[..., 0], conv_state, slots, weight, bias, activation=activation)[..., None]
 
+    @_outside_autocast
     def mamba_selective_scan(self, x, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_):
         x, B, C, z = _widest(x, B, C, z)
         states = self._states("recurrent")
@@ -111,6 +132,7 @@ class FusedMixer:
         )  # fmt: skip
         return output.mT[None], output.new_empty(0)  # the final state is in its slot already
 
+    @_outside_autocast
     def mamba_selective_state_update(self, state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, **_):
         x, B, C, z = _widest(x, B, C, z)
         slots = self._slots()["final_slots"]
@@ -120,6 +142,7 @@ class FusedMixer:
 
     mamba2_selective_state_update = mamba_selective_state_update
 
+    @_outside_autocast
     def mamba2_chunk_scan(
         self, x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf")), **_
     ):
@@ -222,7 +245,7 @@ def running_fused(mixers: Sequence[FusedMixer]) -> Iterator[None]:
     outer, entered = _in_force.mixers, []
     try:
         for mixer in mixers:
-            _enter(mixer.module)
+            _enter(mixer)
             entered.append(mixer.module)
         _in_force.mixers = {id(mixer.module): mixer for mixer in mixers}
         yield
@@ -232,10 +255,16 @@ def running_fused(mixers: Sequence[FusedMixer]) -> Iterator[None]:
             _leave(module)
 
 
-def _enter(module: torch.nn.Module) -> None:
+def _enter(mixer: FusedMixer) -> None:
+    module = mixer.module
     with _lock:
         key = id(module)
         if key not in _num_users:
+            if not mixer.is_current():
+                raise UnsupportedCallError(
+                    f"{type(module).__name__} (cache layer {mixer.index}): something has put a forward of its own on it "
+                    "after patch, which it would not run fused; kvgroups.unpatch(model), then patch it again"
+                )
             if "forward" in module.__dict__:
                 _hidden[key] = module.__dict__["forward"]
             module.__dict__["forward"] = _stand_in(module, module.forward)

@@ -76,7 +76,9 @@ class StateLayer(LinearAttentionLayer):
         slots = step.groups[self.state_group.name].block_table[:, 0]
         views = self.state_storage.layer(self.state_facts.index)
         for name, (kind, index) in self.places.items():
-            ops.scatter_states(views[name], slots, self._states(kind)[index].detach().to(views[name].dtype))
+            rows = self._states(kind)[index]
+            assert rows is not None  # begin() put them there
+            ops.scatter_states(views[name], slots, rows.detach().to(views[name].dtype))
         self.release()
 
     @property

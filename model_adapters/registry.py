@@ -22,8 +22,8 @@ def register_adapter(mixer: type[torch.nn.Module], factory: Factory) -> None:
 
     Args:
         mixer: the class of the module that keeps the states.
-        factory: takes the module and the index of its cache layer, and returns an object with `module`, `index`
-            and a `forward` that takes the module's arguments and works on state slots: see `FusedMixer`.
+        factory: takes the module and the index of its cache layer, and returns a `FusedMixer`, or an object with its
+            `module`, `index`, `is_current()` and a `forward` that takes the module's arguments and works on state slots.
     """
     _registered[mixer] = factory
 

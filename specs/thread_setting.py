@@ -64,7 +64,8 @@ def thread_setting(configs: Sequence[Any], attribute: str, value: str | None) ->
 def _enter(config: Any) -> None:
     with _lock:
         if id(config) not in _num_users:
-            _set_class(config, _answering(type(config)))
+            plain: Any = type(config)
+            _set_class(config, _answering(plain))
         _num_users[id(config)] = _num_users.get(id(config), 0) + 1
 
 

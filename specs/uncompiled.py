@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 _lock = threading.Lock()
 _uncompiled: list[Any] = []
 """The stances that were set, one for each forward that is running: the last to leave puts the user's back."""
@@ -25,6 +23,8 @@ def uncompiled() -> Iterator[None]:
 
     torch has one stance for all threads, so what others compiled runs uncompiled meanwhile, too: slower, and the same.
     """
+    import torch
+
     with _lock:
         if not _uncompiled:
             _uncompiled.append(torch.compiler.set_stance("force_eager"))

@@ -21,7 +21,7 @@ LAYERS = (
     "engine parity testing",
     "patching",
     "cache cached_forward",
-    "batch_plan history rows model_adapters",
+    "backward batch_plan history rows model_adapters",
     "manager",
     "accounts admission audit checkpoints filing sanitizer",
     "room",
