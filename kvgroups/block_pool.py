@@ -138,8 +138,11 @@ class BlockPool:
         block_ids: list[int] = []
         goes_on = after != NULL_BLOCK_ID
         while len(block_ids) < count:
-            lease = self._fullest(after) if self._num_free else self._lease(after if goes_on else NULL_BLOCK_ID)
-            block_ids += self._take(lease, count - len(block_ids), after)
+            missing = count - len(block_ids)
+            if self._num_free:
+                block_ids += self._take(self._fullest(after), missing, after)
+            else:
+                block_ids += self._take_fresh(self._lease(after if goes_on else NULL_BLOCK_ID), missing)
             after = block_ids[-1]
         return block_ids
 
@@ -205,8 +208,13 @@ class BlockPool:
             self.on_release(block_ids)
         self._num_free += len(block_ids)
         leases, numbers = np.unique(block_ids // self.plan.blocks_per_lease, return_counts=True)
+        emptied = []
         for lease, number in zip(leases.tolist(), numbers.tolist(), strict=True):
-            self._note(lease, self._num_taken_in[lease] - number)
+            if left := self._num_taken_in[lease] - number:
+                self._note(lease, left)
+            else:
+                emptied.append(lease)
+        self._give_back(emptied)
 
     # Leases
 
@@ -262,6 +270,14 @@ class BlockPool:
         self._note(lease, self._num_taken_in[lease] + len(chosen))
         return chosen.tolist()
 
+    def _take_fresh(self, lease: int, count: int) -> list[int]:
+        """The first blocks of a lease that was just taken, all of which are free."""
+        start, count = lease * self.plan.blocks_per_lease, min(count, self.plan.blocks_per_lease)
+        self._references[start : start + count] = 1
+        self._num_free -= count
+        self._note(lease, count)
+        return list(range(start, start + count))
+
     def _free_in(self, lease: int) -> np.ndarray:
         start = lease * self.plan.blocks_per_lease
         return start + np.flatnonzero(self._is_free(slice(start, start + self.plan.blocks_per_lease)))
@@ -270,12 +286,7 @@ class BlockPool:
         return (self._references[which] == 0) & ~self._is_kept[which]
 
     def _note(self, lease: int, num_taken: int) -> None:
-        """Set how many blocks of a lease are taken: one that has none goes back, one that is not full is open."""
-        if num_taken == 0:
-            del self._num_taken_in[lease]
-            self._num_free -= self.plan.blocks_per_lease
-            self._slabs.release(self.plan, lease)
-            return
+        """Set how many blocks of a lease are taken, at least one; one that is not full is open."""
         self._num_taken_in[lease] = num_taken
         num_free = self.plan.blocks_per_lease - num_taken
         if num_free:
@@ -283,6 +294,13 @@ class BlockPool:
                 self._open = [entry for entry in set(self._open) if self._is_fresh(*entry)]
                 heapq.heapify(self._open)
             heapq.heappush(self._open, (num_free, lease))
+
+    def _give_back(self, leases: Sequence[int]) -> None:
+        """Return leases whose blocks are all free."""
+        for lease in leases:
+            del self._num_taken_in[lease]
+        self._num_free -= len(leases) * self.plan.blocks_per_lease
+        self._slabs.release_all(self.plan, leases)
 
     def _owned(self, block_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The distinct blocks and how often each is named, or an error for one that nobody owns."""

@@ -98,7 +98,11 @@ class GroupManager:
 
     def free(self, block_ids: Sequence[int] | np.ndarray) -> None:
         """Give up one ownership of each block; what is known of their content is kept."""
-        self._prefixes.release(self.name, self.pool.free(block_ids))
+        ids = np.asarray(block_ids, dtype=np.int64)
+        kept = ids[self.pool.is_kept[ids]]  # few, most often: nothing is known of the others
+        self.pool.free(ids)
+        if len(kept):
+            self._prefixes.release(self.name, np.unique(kept[self.pool.references[kept] == 0]).tolist())
 
     def cached_blocks(self) -> np.ndarray:
         """(n,), int64, ascending: blocks that nobody owns and a later request may find."""

@@ -51,7 +51,9 @@ class TokenRule:
     def longest(self, nodes: Sequence[Node], limit: int) -> tuple[int, str]:
         num_tokens, reason = limit, ""
         while num_tokens:
-            missing = next((c for c in reversed(self.needed(num_tokens)) if not self._has(nodes, c)), None)
+            columns = self.needed(num_tokens)
+            ends = zip(reversed(columns), reversed(self._ends(nodes, columns)), strict=True)
+            missing = next((column for column, node in ends if self.name not in node.blocks), None)
             if missing is None:
                 break
             start, stop = missing * self.block_size, (missing + 1) * self.block_size
@@ -61,15 +63,14 @@ class TokenRule:
         return num_tokens, reason
 
     def blocks(self, nodes: Sequence[Node], num_tokens: int) -> dict[int, int]:
-        return {
-            column: self._node(nodes, column).blocks[self.name].block_id for column in self.needed(num_tokens)
-        }
+        columns = self.needed(num_tokens)
+        ends = zip(columns, self._ends(nodes, columns), strict=True)
+        return {column: node.blocks[self.name].block_id for column, node in ends}
 
-    def _has(self, nodes: Sequence[Node], column: int) -> bool:
-        return self.name in self._node(nodes, column).blocks
-
-    def _node(self, nodes: Sequence[Node], column: int) -> Node:
-        return nodes[(column + 1) * self.block_size // self._step - 1]
+    def _ends(self, nodes: Sequence[Node], columns: range) -> Sequence[Node]:
+        """The node at which each of these columns' blocks ends."""
+        steps = self.block_size // self._step
+        return nodes[(columns.start + 1) * steps - 1 : columns.stop * steps : steps]
 
 
 class SnapshotRule:

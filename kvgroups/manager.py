@@ -155,9 +155,13 @@ class Manager:
             KVGroupsError: a request that was freed, or whose last step was neither advanced nor cancelled.
         """
         with self._lock:
+            longest = self.config.max_model_len
             for request, count in zip(requests, num_new_tokens, strict=True):
-                request.check_count(count, self.config.max_model_len)
-                if request.num_allocated_tokens != request.num_computed_tokens:
+                here = request.num_computed_tokens
+                # A decode step comes by here for every request: the checks are called only for what they refuse.
+                if not request.is_live or count < 0 or here + count > longest:
+                    request.check_count(count, longest)
+                if request.num_allocated_tokens != here:
                     request.check_step(0)
             computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
             rewinds = np.array([request.max_rewind for request in requests], dtype=np.int64)
@@ -202,11 +206,12 @@ class Manager:
             if self.pending:
                 self._check_drained(requests)
             for request, count in zip(requests, num_new_tokens, strict=True):
-                request.check_step(count)
+                if request.num_allocated_tokens - request.num_computed_tokens != count:
+                    request.check_step(count)
             if self._sanitizer is not None:
                 self._sanitizer.advanced(requests, num_new_tokens)
-            for request, count in zip(requests, num_new_tokens, strict=True):
-                request.num_computed_tokens += count
+            for request in requests:
+                request.num_computed_tokens = request.num_allocated_tokens
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Give back what `allocate` gave for tokens that were not computed after all."""

@@ -81,8 +81,9 @@ class PrefixTree:
         found: list[Node] = []
         if parent is None or parent.parent is not None or parent.tokens != content:
             return found
-        for start in range(0, len(ids) - self.step + 1, self.step):
-            tokens = ids[start : start + self.step].tobytes()
+        data, length = ids.tobytes(), self.step * ids.itemsize
+        for start in range(0, len(data) - length + 1, length):
+            tokens = data[start : start + length]
             node = self._nodes.get(_digest(parent.key, tokens))
             if node is None or node.parent is not parent or node.tokens != tokens:
                 break

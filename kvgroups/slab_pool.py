@@ -101,6 +101,15 @@ class SlabPool:
         """Give a lease back."""
         self._set_owner(lease * plan.slabs_per_lease, (lease + 1) * plan.slabs_per_lease, None)
 
+    def release_all(self, plan: GroupPlan, leases: Sequence[int]) -> None:
+        """Give several leases back, each once: a long request ends with thousands."""
+        length = plan.slabs_per_lease
+        for lease in leases:
+            self._owners[lease * length : (lease + 1) * length] = [None] * length
+        if leases:
+            starts = np.array(leases, dtype=np.int64) * length
+            np.add.at(self._num_free_in_run, starts // self._run_slabs, length)
+
     def size_for(self, num_slabs: int, num_runs: int, returned: Sequence[int] = ()) -> int:
         """Slabs that the arena must have so that so many slabs and runs can be leased, in any order.
 
