@@ -21,6 +21,9 @@ from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 from kvgroups.storage import GroupStorage
 from kvgroups.usage import GroupUsage
 
+Release = tuple[Request, range]
+"""A request, and the columns of its row that no query sees any more."""
+
 
 class GroupManager:
     """What every group does alike, with what differs asked of its `GroupDemand`.
@@ -181,10 +184,10 @@ class GroupManager:
 
     def freed_by(self, growths: Iterable[tuple[Request, Growth]]) -> np.ndarray:
         """(n,), int64, ascending: blocks that nobody owns once all these releases are applied."""
-        named = [self.row_blocks(request)[growth.release] for request, growth in growths if growth.release]
-        if not named:
+        releases = [(request, growth.release) for request, growth in growths if growth.release]
+        if not releases:
             return np.zeros(0, dtype=np.int64)
-        ids, counts = np.unique(np.concatenate(named).astype(np.int64), return_counts=True)
+        ids, counts = np.unique(self._named(releases), return_counts=True)
         return ids[self.pool.references[ids] == counts]  # the null block has no owner to begin with
 
     def release(self, growths: Iterable[tuple[Request, Growth]]) -> None:
@@ -192,10 +195,19 @@ class GroupManager:
         releases = [(request, growth.release) for request, growth in growths if growth.release]
         if not releases:
             return
-        self.free(np.concatenate([self.row_blocks(request)[which] for request, which in releases]))
+        self.free(self._named(releases))
+        if (places := _one_in_each(releases)) is not None:
+            releases[0][0].tables[self.name].null_each(*places)
         for request, which in releases:
-            request.tables[self.name].null_range(request.row, which.start, which.stop)
+            if places is None:
+                request.tables[self.name].null_range(request.row, which.start, which.stop)
             request.num_released[self.name] = which.stop
+
+    def _named(self, releases: Sequence[Release]) -> np.ndarray:
+        """(n,), int64: the blocks in these columns of these requests' rows, null ones included."""
+        if (places := _one_in_each(releases)) is not None:
+            return releases[0][0].tables[self.name].table[places].astype(np.int64)
+        return np.concatenate([self.row_blocks(request)[which] for request, which in releases]).astype(np.int64)
 
     def append(self, growths: Iterable[tuple[Request, Growth]]) -> None:
         """Give every row its new blocks, one row's behind the other's."""
@@ -387,3 +399,11 @@ class GroupManager:
         request.tables[self.name].truncate_row(request.row, 0)
         if self.name in request.checkpoint.slots:
             request.tables[self.name].append_row(request.row, [request.checkpoint.slots[self.name]])
+
+
+def _one_in_each(releases: Sequence[Release]) -> tuple[list[int], list[int]] | None:
+    """Rows and columns, where several rows of one table release one block each, as decode steps do; None otherwise."""
+    tables = releases[0][0].tables
+    if len(releases) == 1 or any(len(which) != 1 or request.tables is not tables for request, which in releases):
+        return None
+    return [request.row for request, _ in releases], [which.start for _, which in releases]

@@ -388,3 +388,23 @@ def test_replace_block_changes_one_place_and_commits_one_entry():
         with pytest.raises(ShapeError):
             table.replace_block(row, column, block_id)
     assert table.table[1].tolist()[:4] == [5, 9, 7, 0]
+
+
+def test_null_each_is_null_range_of_one_block_in_each_row():
+    table, other = BlockTable(4, 64, 4), BlockTable(4, 64, 4)
+    for each in (table, other):
+        for row in (0, 1, 3):
+            each.add_row(row, [row + 5, row + 9, row + 13])
+        each.commit()
+    table.null_each([3, 0], [1, 2])
+    other.null_range(3, 1, 2)
+    other.null_range(0, 2, 3)
+    assert table.table.tolist() == other.table.tolist()
+    assert table.commit() == other.commit() == 2 * 12
+    assert table.device_table.tolist() == other.device_table.tolist()
+    table.null_each([3], [1])
+    assert table.commit() == 0  # it was null already
+    for rows, columns in (([4], [0]), ([-1], [0]), ([0, 1], [0, 3]), ([0, 2], [0, 0]), ([1], [-1])):
+        with pytest.raises(ShapeError):
+            table.null_each(rows, columns)
+    assert table.table.tolist() == other.table.tolist()
