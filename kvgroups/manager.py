@@ -152,14 +152,16 @@ class Manager:
         Raises:
             OutOfBlocksError: naming the group, the need and what there is.
             ShapeError: a negative count, or more tokens than `max_model_len`.
-            KVGroupsError: a request that was freed, or whose last step was neither advanced nor cancelled.
+            KVGroupsError: a request that was freed, is another manager's or comes twice, or whose last step was neither
+                advanced nor cancelled.
         """
         with self._lock:
+            self._check_own(requests, num_new_tokens)
             longest = self.config.max_model_len
             for request, count in zip(requests, num_new_tokens, strict=True):
                 here = request.num_computed_tokens
                 # A decode step comes by here for every request: the checks are called only for what they refuse.
-                if not request.is_live or count < 0 or here + count > longest:
+                if count < 0 or here + count > longest:
                     request.check_count(count, longest)
                 if request.num_allocated_tokens != here:
                     request.check_step(0)
@@ -203,6 +205,7 @@ class Manager:
                 drained before it; nothing is counted.
         """
         with self._lock:
+            self._check_own(requests, num_new_tokens)
             if self.pending:
                 self._check_drained(requests)
             for request, count in zip(requests, num_new_tokens, strict=True):
@@ -214,8 +217,13 @@ class Manager:
                 request.num_computed_tokens = request.num_allocated_tokens
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Give back what `allocate` gave for tokens that were not computed after all."""
+        """Give back what `allocate` gave for tokens that were not computed after all.
+
+        Raises:
+            KVGroupsError: a request that was freed or is another manager's; nothing is given back.
+        """
         with self._lock:
+            self._check_own(requests)
             for group in self._groups.values():
                 for request in requests:
                     group.truncate(request, request.num_computed_tokens)
@@ -225,7 +233,7 @@ class Manager:
     def free(self, request: Request) -> None:
         """Give up all blocks of a request. A request can be freed once."""
         with self._lock:
-            request.check_live()
+            self._check_own([request])
             self.prefixes.tick()
             for group in self._groups.values():
                 group.free(group.row_blocks(request))
@@ -250,7 +258,7 @@ class Manager:
                 step. Whatever is raised, nothing is changed.
         """
         with self._lock:
-            request.check_live()
+            self._check_own([request])
             request.check_step(0)
             self._check_vacant(tables, row)
             copies = {name: group.private_columns(request) for name, group in self._groups.items()}
@@ -286,7 +294,7 @@ class Manager:
             KVGroupsError: the row belongs to a request, or `request` was freed. Nothing is changed.
         """
         with self._lock:
-            request.check_live()
+            self._check_own([request])
             self._check_vacant(tables, row)
             tables.add_row(row, {name: group.row_blocks(request) for name, group in self._groups.items()})
             request.tables.clear_row(request.row)
@@ -311,6 +319,7 @@ class Manager:
                 changed.
         """
         with self._lock:
+            self._check_own(requests, offsets)
             self._checkpoints.set(requests, offsets)
             self._mark(requests)
             self._accounts.note_peak()
@@ -335,6 +344,7 @@ class Manager:
             OutOfBlocksError: the new tail is shared and its copy does not fit.
         """
         with self._lock:
+            self._check_own([request])
             again = self._checkpoints.rewind(request, num_tokens)
             if self._sanitizer is not None:
                 self._sanitizer.rewound(request)
@@ -344,6 +354,7 @@ class Manager:
     def check_rewind(self, request: Request, num_tokens: int) -> None:
         """Raise what `rewind` would raise for want of a checkpoint or of window tokens; change nothing."""
         with self._lock:
+            self._check_own([request])
             self._checkpoints.base_of(request, num_tokens)
 
     # Prefixes
@@ -380,14 +391,14 @@ class Manager:
             tables: where its row is.
             row: an empty row.
             token_ids: (num_tokens,), integers: the prompt, at least one token.
-            max_new_tokens: tokens of its first step at most; None for as many as there are.
+            max_new_tokens: tokens of its first step at most, 1 or more; None for as many as there are.
             extra: see `match_prefix`.
             version: see `match_prefix`.
 
         Raises:
             OutOfBlocksError: if it does not fit now. Whatever is raised, nothing is changed.
             KVGroupsError: the row belongs to another request.
-            ShapeError: no such row, no prompt, or one of more than `max_model_len` tokens.
+            ShapeError: no such row, no prompt, one of more than `max_model_len` tokens, or `max_new_tokens` below 1.
         """
         with self._lock:
             self._check_vacant(tables, row)
@@ -423,8 +434,13 @@ class Manager:
 
         Args:
             request: one that was admitted.
-            max_new_tokens: at most so many.
+            max_new_tokens: at most so many, 1 or more.
+
+        Raises:
+            ShapeError: `max_new_tokens` below 1.
         """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ShapeError(f"max_new_tokens: expected 1 or more, or None, got {max_new_tokens}")
         here = request.num_computed_tokens
         stop = min([request.num_prompt_tokens, *(stop for stop in request.stops if stop > here)])
         left = max(0, stop - here)
@@ -445,7 +461,7 @@ class Manager:
             KVGroupsError: the request was freed, or is in the middle of a step.
         """
         with self._lock:
-            request.check_live()
+            self._check_own([request])
             request.check_step(0)
             here = request.num_computed_tokens
             if len(token_ids) < here:
@@ -478,7 +494,7 @@ class Manager:
     def explain(self, request: Request) -> str:
         """Where a request's blocks came from, and why its hit was not longer: a text for people."""
         with self._lock:
-            request.check_live()
+            self._check_own([request])
             lines = [f"row {request.row}: {request.num_computed_tokens} tokens are computed"]
             if request.hit is None:
                 lines.append("  it was opened without a prompt, so no prefix was looked for")
@@ -535,7 +551,13 @@ class Manager:
 
         Raises:
             OutOfBlocksError: naming the group, the need and what there is.
+            ShapeError: no request, or a negative length.
         """
+        if num_requests < 1 or prompt_len < 0 or (chunk_size is not None and chunk_size < 1):
+            raise ShapeError(
+                f"check_fits: expected one request or more, of 0 tokens or more, in chunks of one or more, got "
+                f"{num_requests}, {prompt_len} and {chunk_size}"
+            )
         if self.config.memory is None:
             return
         self._admission.check_fits(
@@ -571,6 +593,23 @@ class Manager:
             self.prefixes.check(cursors)
 
     # Checks
+
+    def _check_own(self, requests: Sequence[Request], counts: Sequence[int] | None = None) -> None:
+        """Raise KVGroupsError unless these are live requests of this manager, each once, with a count each."""
+        if counts is not None and len(counts) != len(requests):
+            raise ShapeError(f"expected one count for each of {len(requests)} requests, got {len(counts)}")
+        named = set(requests)
+        if len(named) == len(requests) and named <= self._requests.keys():
+            return
+        for request in requests:
+            if not isinstance(request, Request):
+                raise KVGroupsError(f"request: expected what open, admit or fork has returned, got {request!r}")
+            request.check_live()
+            if request not in self._requests:
+                raise KVGroupsError(
+                    f"the request in row {request.row} belongs to another manager; give it to the one that opened it"
+                )
+        raise KVGroupsError("requests: one of them is named twice; give each once, with all of its tokens")
 
     def _mark(self, requests: Sequence[Request]) -> None:
         """What has been written down by now concerns these requests: their next forward comes after it."""

@@ -164,3 +164,35 @@ def test_chunks_that_begin_inside_blocks_are_looked_at_for_a_whole_period(make_b
     bench.manager.check_fits(1, 1, 9)
     with pytest.raises(OutOfBlocksError, match="need 3 blocks"):
         bench.manager.check_fits(1, 1, 15)
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes", "prompt_len", "max_len", "chunk", "drafted", "blocks"),
+    [
+        pytest.param("full", (16,), 30, 48, None, 0, 3, id="full: 48 tokens fill three blocks"),
+        pytest.param("full", (16,), 30, 49, None, 0, 4, id="full: 49 begin a fourth"),
+        pytest.param("full", (16,), 30, 46, None, 3, 4, id="full: the last step feeds three drafts too, to 49"),
+        pytest.param("window", (8, 4), 30, 30, None, 0, 3, id="window: the query at 30 sees 23 to 29, in 5, 6 and 7"),
+        pytest.param("window", (8, 4), 31, 31, None, 0, 2, id="window: the query at 31 sees 24 to 30"),
+        pytest.param("window", (8, 4), 64, 64, 16, 0, 4, id="window: 9 to 15, and 25 to 31 of the next chunk"),
+        pytest.param("window", (8, 4), 31, 40, None, 0, 3, id="window: decoding on, three at the most"),
+        pytest.param("chunk", (8, 4), 32, 32, None, 0, 0, id="chunk: of a prompt that ends with it nothing is seen"),
+        pytest.param("chunk", (8, 4), 32, 40, None, 0, 2, id="chunk: the next one fills two blocks"),
+        pytest.param("ring", (10, 4), 1, 1, None, 0, 3, id="ring: three blocks from its first token on"),
+        pytest.param("ring", (10, 4), 300, 400, None, 0, 3, id="ring: and three for good"),
+        pytest.param("state", (), 300, 400, None, 0, 1, id="state: one"),
+        pytest.param("state", (), 300, 400, None, 3, 2, id="state: and a checkpoint"),
+    ],
+)  # fmt: skip
+def test_what_one_request_needs_at_its_peak(make_bench, group, sizes, prompt_len, max_len, chunk, drafted, blocks):
+    """With exactly that many blocks it is admitted, and with one less it is refused."""
+    if blocks:
+        bench = make_bench({group: sizes}, memory={group: blocks})
+        bench.manager.check_fits(1, prompt_len, max_len, chunk_size=chunk, max_rewind=drafted)
+    if blocks > 1:
+        with pytest.raises(OutOfBlocksError, match=f"need {blocks} blocks .* there are {blocks - 1}"):
+            make_bench({group: sizes}, memory={group: blocks - 1}).manager.check_fits(
+                1, prompt_len, max_len, chunk_size=chunk, max_rewind=drafted
+            )
+    demand = make_bench({group: sizes}).manager._groups[group].demand
+    assert demand.peak_blocks(prompt_len, max_len, chunk, drafted=drafted) == blocks
