@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvgroups.constants import NULL_BLOCK_ID
+from kvgroups.kernels.state_slots.triton_ragged import softplus
 from kvgroups.kernels.strides import in_units
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -156,7 +157,7 @@ def _update_kernel(
         bias = _per_row(dt_bias + head * bias_head_stride, bias_row_stride, row, is_row, IS_TIED)
         step += bias.to(DTYPE)
     if HAS_SOFTPLUS:
-        step = _softplus(step)
+        step = softplus(step)
     if IS_TIED:
         decay = tl.exp(step * tl.load(A + head * a_head_stride).to(DTYPE))
     else:
@@ -205,15 +206,3 @@ def _per_row(base, stride, row, is_row, IS_TIED: tl.constexpr):
         return tl.load(base)
     else:
         return tl.load(base + row * stride, mask=is_row, other=0.0)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), also where exp(x) would overflow or vanish beside 1."""
-    small = tl.exp(-tl.abs(x))
-    # Kahan's log1p: what 1 + small rounds away cancels in the quotient.
-    rounded = 1 + small
-    log1p = tl.where(
-        rounded == 1, small, tl.log(rounded) * (small / tl.where(rounded == 1, 1.0, rounded - 1))
-    )
-    return tl.maximum(x, 0.0) + log1p

@@ -121,6 +121,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "reference": Form(state_slots_reference.scatter_states),
     },
     "causal_conv1d": {
+        "triton": _triton("causal_conv1d", "causal_conv1d"),
         "torch": Form(causal_conv1d_torch.causal_conv1d),
         "reference": Form(causal_conv1d_reference.causal_conv1d),
     },
@@ -130,10 +131,12 @@ FORMS: dict[str, dict[str, Form]] = {
         "reference": Form(causal_conv1d_reference.causal_conv1d_update),
     },
     "selective_scan": {
+        "triton": _triton("selective_scan", "selective_scan"),
         "torch": Form(selective_scan_torch.selective_scan),
         "reference": Form(selective_scan_reference.selective_scan),
     },
     "ssd_scan": {
+        "triton": _triton("ssd_scan", "ssd_scan"),
         "torch": Form(ssd_scan_torch.ssd_scan),
         "reference": Form(ssd_scan_reference.ssd_scan),
     },

@@ -21,7 +21,7 @@ TOLERANCE = 16
 """In units in the last place of the largest value of a tensor. Errors add up over a sequence."""
 
 
-@pytest.fixture(params=["reference", "torch"])
+@pytest.fixture(params=["reference", "torch", "triton"])
 def backend(request):
     return request.param
 
