@@ -224,7 +224,7 @@ def _convolve_kernel(
     # A convolution in 16 bits returns 16 bits, which are then activated.
     summed = summed.to(weight.dtype.element_ty).to(DTYPE)
     if HAS_ACTIVATION:
-        summed = summed / (1 + tl.exp(-summed))
+        summed *= tl.sigmoid(summed)
     summed = tl.where(is_token[:, None], summed, 0.0)
     tl.store(
         output + (token * num_channels)[:, None] + channel[None, :],

@@ -32,6 +32,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 NULL: tl.constexpr = tl.constexpr(NULL_BLOCK_ID)
 
 MAX_STATE_SIZE = 256
+MAX_ROWS = 64
 
 STEP_TILE = 16, 64
 """Tokens and heads of a program that computes step sizes."""
@@ -179,7 +180,7 @@ def ssd_scan(
         launches.append((long, short.steps + 1, NO_LIMIT))
     padded_state_size = max(16, triton.next_power_of_2(state_size))
     for tile, least_tokens, most_tokens in launches:
-        rows = max(16, min(triton.next_power_of_2(head_dim), tile.elements // padded_state_size))
+        rows = max(16, min(triton.next_power_of_2(head_dim), MAX_ROWS, tile.elements // padded_state_size))
         _scan_kernel[(num_heads * triton.cdiv(head_dim, rows), num_reqs + (tile is short))](
             output,
             x,

@@ -56,6 +56,8 @@ class CompileCase:
     batch: Batch = MANY
     needs_matrix: bool = False
     """Whether its kernels must use matrix instructions."""
+    without_matrix: tuple[str, ...] = ()
+    """Its kernels that need none all the same."""
     needs_wide_loads: bool = False
     """Whether each loop with matrix instructions must load 128 bits a thread at a time."""
     may_spill: tuple[str, ...] = ()
@@ -79,3 +81,15 @@ def int64(*sizes: int) -> Tensor:
 def heads_first(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
     """(tokens, heads, dim) as a rotary embedding leaves it: the stride between heads grows with the tokens."""
     return torch.empty(heads, tokens, dim, dtype=dtype).transpose(0, 1)
+
+
+def packed_slots(batch: Batch) -> dict[str, Tensor | None]:
+    """What a scan over packed tokens asks for beside them. One request alone keeps no snapshot."""
+    has_snapshots = batch.requests > 1
+    return {
+        "query_start_loc": int32(batch.requests + 1),
+        "initial_slots": int32(batch.requests),
+        "final_slots": int32(batch.requests),
+        "snapshot_tokens": int64(batch.requests) if has_snapshots else None,
+        "snapshot_slots": int64(batch.requests) if has_snapshots else None,
+    }

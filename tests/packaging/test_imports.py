@@ -45,7 +45,8 @@ ONLY_FROM = {"kernels": "ops testing"}
 """Parts that few others may import: there is one dispatch point, and the report on what is compiled."""
 
 LIBRARIES_ONLY_IN = {
-    "triton": "kvgroups.kernels.*.triton_impl kvgroups.testing.dry_driver kvgroups.testing.machine_code",
+    "triton": "kvgroups.kernels.*.triton_impl kvgroups.kernels.*.triton_ragged "
+    "kvgroups.testing.dry_driver kvgroups.testing.machine_code",
     "transformers": "kvgroups.model_adapters* kvgroups.cache* kvgroups.patching* kvgroups.parity* "
     "kvgroups.specs.infer kvgroups.specs.probe kvgroups.engine.sampling kvgroups.testing* kvgroups.cli* "
     "benchmarks* examples*",
@@ -65,6 +66,7 @@ NOT_WHEN_IMPORTED = {
     "transformers": LIGHT,
     "kvgroups.specs.probe": LIGHT,
     "kvgroups.kernels.*.triton_impl": "*",
+    "kvgroups.kernels.*.triton_ragged": "* !kvgroups.kernels.*.triton_impl",
 }
 """What these modules import inside a function, or for a type checker, only: importing them stays light."""
 

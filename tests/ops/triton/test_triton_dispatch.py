@@ -59,7 +59,8 @@ def test_on_a_gpu_auto_asks_triton_first():
         assert on_the_cpu[0] == "torch", operation
 
 
-def test_an_operation_without_a_triton_form_goes_by_auto_in_a_block(triton_backend):
+def test_an_operation_without_a_triton_form_goes_by_auto_in_a_block(triton_backend, monkeypatch):
+    monkeypatch.delitem(dispatch.FORMS["causal_conv1d"], "triton")
     x, states = torch.ones(1, 2), torch.zeros(2, 2, 3)
     slots = {"initial_slots": torch.tensor([0]), "final_slots": torch.tensor([1])}
     call = (x, torch.ones(2, 3), None, states)

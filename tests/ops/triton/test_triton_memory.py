@@ -128,9 +128,39 @@ def selective_state_update(make, backend):
     return output[[0, 2]], states
 
 
+def packed(make, *state_shape):
+    """States of two requests and the options of a scan: 2 tokens from slot 2 on, 3 of a new one, one padded."""
+    states = make(3, *state_shape)
+    states[1:] = drawing()(2, *state_shape)
+    slots = {"initial_slots": SLOTS[:2], "final_slots": SLOTS[[0, 2]]}
+    return states, {"query_start_loc": torch.tensor([0, 2, 5], dtype=torch.int32), **slots}
+
+
+def causal_conv1d(make, backend):
+    draw, (states, options) = drawing(), packed(make, 5, 4)
+    output = ops.causal_conv1d(
+        draw(6, 5), draw(5, 4), draw(5), states, activation="silu", backend=backend, **options
+    )
+    return output, states
+
+
+def selective_scan(make, backend):
+    draw, (states, options) = drawing(), packed(make, 5, 16)
+    x, dt, A, B, C = draw(6, 5), draw(6, 5).exp(), -draw(5, 16).exp(), draw(6, 16), draw(6, 16)
+    given = {"D": draw(5), "z": draw(6, 5), "backend": backend}
+    return ops.selective_scan(x, dt, A, B, C, states, **given, **options), states
+
+
+def ssd_scan(make, backend):
+    draw, (states, options) = drawing(), packed(make, 2, 4, 16)
+    x, dt, A, B, C = draw(6, 2, 4), draw(6, 2).exp(), -draw(2).exp(), draw(6, 1, 16), draw(6, 1, 16)
+    given = {"D": draw(2), "z": draw(6, 2, 4), "chunk_size": 64, "backend": backend}
+    return ops.ssd_scan(x, dt, A, B, C, states, **given, **options), states
+
+
 CALLS = [
     slot_mapping, table_update, write_kv, gather_kv, paged_attention, merge_attention, gather_states, scatter_states,
-    causal_conv1d_update, selective_state_update,
+    causal_conv1d, causal_conv1d_update, selective_scan, ssd_scan, selective_state_update,
 ]  # fmt: skip
 IN_THE_ARENA = [call for call in CALLS if call not in (slot_mapping, table_update)]
 
@@ -224,6 +254,17 @@ def test_offsets_beyond_int32(call, far_apart):
         (scatter_states, "state_slots", "element < num_written)\n", "element < num_written - 1)\n"),
         (causal_conv1d_update, "causal_conv1d", "(column - 1) * column_stride, moved", "column * column_stride, moved"),
         (causal_conv1d_update, "causal_conv1d", "1 + tl.exp(-summed)", "1 + tl.exp(summed)"),
+        (causal_conv1d, "causal_conv1d", "is_token & (step < back) &", "is_token & (step < back - 1) &"),
+        (causal_conv1d, "causal_conv1d", "is_token & (step >= back)", "is_token"),
+        (causal_conv1d, "causal_conv1d", "num_read = tl.where(slot != NULL, WIDTH, 0)", "num_read = WIDTH"),
+        (causal_conv1d, "causal_conv1d", "source = token - start + 1 + column", "source = token - start + column"),
+        (selective_scan, "selective_scan", "tl.exp2(step[None, :] * a) * state", "state"),
+        (selective_scan, "selective_scan", "tl.where(initial_slot != NULL, STATE_SIZE, 0)", "STATE_SIZE"),
+        (selective_scan, "selective_scan", "range(start, num_tokens, CLEARED)", "range(start, start, CLEARED)"),
+        (ssd_scan, "ssd_scan", "t[:, None] >= t[None, :]", "t[:, None] > t[None, :]"),
+        (ssd_scan, "ssd_scan", "left = step * tl.exp(", "left = tl.exp("),
+        (ssd_scan, "ssd_scan", "tl.where(initial_slot != NULL, HEAD_DIM, 0)", "HEAD_DIM"),
+        (ssd_scan, "ssd_scan", "range(start, num_tokens, CLEARED)", "range(start, start, CLEARED)"),
         (selective_state_update, "state_update", "decay * state +", "state +"),
         (selective_state_update, "state_update", "tl.where(slot != NULL, HEAD_DIM, 0)", "HEAD_DIM"),
     ],
@@ -240,6 +281,8 @@ def test_a_wrong_kernel_shows(call, folder, old, new, mutant, monkeypatch):
     "call, folder, old",
     [
         (causal_conv1d_update, "causal_conv1d", "slot = tl.load(slots + request).to(tl.int64)"),
+        (selective_scan, "selective_scan", "initial_slot = tl.load(initial_slots + request).to(tl.int64)"),
+        (ssd_scan, "ssd_scan", "initial_slot = tl.load(initial_slots + request).to(tl.int64)"),
         (paged_attention, "paged_attention", "mask=is_stored, other=NULL).to(tl.int64)"),
         (paged_attention, "paged_attention", "(key_start + fresh - num_computed).to(tl.int64)"),
     ],
