@@ -20,8 +20,9 @@ help:
 
 venv: $(STAMP)
 
-# Made again only when what is to be installed changes; the checkout itself is installed editable.
-$(STAMP): pyproject.toml constraints.txt
+# Made again only when what is to be installed changes, the CPU kernels' sources too; the checkout itself is
+# installed editable. Without a C++ compiler it is installed without the kernels.
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/*/cpu*.cpp kernels/*/cpu*.h kvgroups/kernels/cpu/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvgroups needs Python 3.11 or newer, and '$(PYTHON)' is" \
 	    "$$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
@@ -43,4 +44,5 @@ lint: venv
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -f kvgroups/kernels/_cpu.so
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ from kvgroups.kernels.gather_kv import reference as gather_kv_reference
 from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
 from kvgroups.kernels.merge_attention import reference as merge_attention_reference
 from kvgroups.kernels.merge_attention import torch_impl as merge_attention_torch
+from kvgroups.kernels.paged_attention import cpu_impl as paged_attention_cpu
 from kvgroups.kernels.paged_attention import reference as paged_attention_reference
 from kvgroups.kernels.paged_attention import torch_impl as paged_attention_torch
 from kvgroups.kernels.selective_scan import reference as selective_scan_reference
@@ -97,6 +98,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "paged_attention": {
         "triton": _triton("paged_attention", "paged_attention"),
+        "cpu": Form(paged_attention_cpu.paged_attention, paged_attention_cpu.refusals, auto_on="cpu"),
         "torch": Form(paged_attention_torch.paged_attention),
         "reference": Form(paged_attention_reference.paged_attention),
     },

@@ -78,5 +78,5 @@ def test_use_backend_is_undone_by_an_exception(forms):
 
 
 def test_use_backend_refuses_an_unknown_name_before_the_block_runs():
-    with pytest.raises(BackendUnavailableError, match="expected one of auto, triton, torch, reference, got 'cuda'"):
+    with pytest.raises(BackendUnavailableError, match="expected one of auto, triton, torch, reference, cpu, got 'cuda'"):
         ops.use_backend("cuda").__enter__()

@@ -64,6 +64,17 @@ def test_triton_forms_have_the_same_signature(folder):
     assert set(triton) == {name for name in reference if "triton" in dispatch.FORMS[name]}
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_cpu_forms_have_the_same_signature(folder):
+    """Not every operation has one. Its reasons against a call are in `refusals`, with that signature too."""
+    cpu = signatures(folder / "cpu_impl.py") if (folder / "cpu_impl.py").exists() else {}
+    refusals = cpu.pop("refusals", None)
+    reference = signatures(folder / "reference.py")
+    assert cpu == {name: reference[name] for name in cpu}
+    assert not cpu or refusals in cpu.values()
+    assert set(cpu) == {name for name in reference if "cpu" in dispatch.FORMS[name]}
+
+
 def test_every_operation_is_dispatched_and_public():
     operations = {name for folder in FOLDERS for name in signatures(folder / "reference.py")}
     assert operations == set(dispatch.FORMS)

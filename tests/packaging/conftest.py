@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+NOT_SOURCE = (".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")
 
@@ -59,12 +59,12 @@ def copy_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path
 
 
 @pytest.fixture(scope="session")
-def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Builds the wheel of a folder or of a source distribution."""
 
-    def build(source: Path) -> Path:
+    def build(source: Path, **environment: str) -> Path:
         folder = tmp_path_factory.mktemp("wheel")
-        run_command(*PIP, "wheel", *OFFLINE, "--wheel-dir", folder, source, cwd=folder)
+        run_command(*PIP, "wheel", *OFFLINE, "--wheel-dir", folder, source, cwd=folder, **environment)
         (wheel,) = folder.glob("*.whl")
         return wheel
 
@@ -72,7 +72,7 @@ def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pa
 
 
 @pytest.fixture(scope="session")
-def wheel(copy_checkout: Callable[[], Path], build_wheel: Callable[[Path], Path]) -> Path:
+def wheel(copy_checkout: Callable[[], Path], build_wheel: Callable[..., Path]) -> Path:
     """The wheel of the checkout."""
     return build_wheel(copy_checkout())
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -10,6 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+LIBRARY = "kvgroups/kernels/_cpu.so"
+HAS_KERNELS = sysconfig.get_platform() in ("linux-x86_64", "linux-aarch64")
+"""Whether there are CPU kernels for this machine, if it has a compiler."""
 
 WHERE = """
 import importlib, json, sys
@@ -101,6 +108,9 @@ def test_wheel_carries_kvgroups_and_nothing_else(wheel: Path, packages: list[str
     assets = {file.relative_to(root).as_posix() for file in (root / "kvgroups" / "assets").rglob("*.*")}
     presets = {f"kvgroups/specs/presets/{file.name}" for file in (root / "specs" / "presets").glob("*.json")}
     data = {name for name in names if name.startswith("kvgroups/") and not name.endswith(".py")}
+    is_built = LIBRARY in data
+    assert is_built == (shutil.which("g++", path=os.defpath) is not None and HAS_KERNELS)
+    data.discard(LIBRARY)
     assert data == {"kvgroups/py.typed", *presets, *(name for name in assets if not name.endswith((".py", ".pyc")))}
     tops = ("kvgroups", "specs", "kernels", "model_adapters")
     sources = [file for top in tops for file in (root / top).rglob("*.py")]
@@ -108,9 +118,43 @@ def test_wheel_carries_kvgroups_and_nothing_else(wheel: Path, packages: list[str
     assert {f"{package.replace('.', '/')}/__init__.py" for package in packages} <= set(names)
 
 
+@pytest.mark.skipif(not HAS_KERNELS, reason="there are no CPU kernels for this machine")
+def test_a_wheel_with_the_library_belongs_to_a_platform_and_to_no_python(wheel: Path):
+    if LIBRARY not in zipfile.ZipFile(wheel).namelist():
+        pytest.skip("there is no C++ compiler here")
+    assert wheel.name.startswith("kvgroups-0.1.0-py3-none-linux_")
+
+
+def test_without_a_compiler_the_wheel_is_for_every_platform_and_works(
+    copy_checkout: Callable[[], Path],
+    build_wheel: Callable[..., Path],
+    make_environment: Callable[..., Path],
+    elsewhere: Path,
+    run: Callable[..., str],
+):
+    wheel = build_wheel(copy_checkout(), CC="/no/compiler", CXX="/no/compiler")
+    assert wheel.name == "kvgroups-0.1.0-py3-none-any.whl"
+    assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
+    python = make_environment(wheel)
+    why = "from kvgroups.kernels.cpu_library import cpu_library; print(cpu_library().reason)"
+    assert "install kvgroups with a C++ compiler" in run(python, "-c", why, cwd=elsewhere)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", ["plain", "editable"])
+def test_an_install_with_a_compiler_has_the_kernels(
+    installed: str, wheel: Path, elsewhere: Path, request: pytest.FixtureRequest, run: Callable[..., str]
+):
+    if LIBRARY not in zipfile.ZipFile(wheel).namelist():
+        pytest.skip("there is no C++ compiler here, or there are no CPU kernels for this machine")
+    python = request.getfixturevalue(installed)
+    isa = "from kvgroups.kernels.cpu_library import cpu_library; print(cpu_library().isa, cpu_library().reason)"
+    assert run(python, "-c", isa, cwd=elsewhere).split() in (["1"], ["2"], ["3"])
+
+
 @pytest.mark.slow
 def test_sdist_carries_the_tests_and_gives_the_same_wheel(
-    sdist: Path, wheel: Path, build_wheel: Callable[[Path], Path]
+    sdist: Path, wheel: Path, build_wheel: Callable[..., Path]
 ):
     with tarfile.open(sdist) as archive:
         carried = {name.partition("/")[2] for name in archive.getnames()}

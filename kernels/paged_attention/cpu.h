@@ -1,0 +1,82 @@
+// One call of attention over pages, and the pieces that it is cut into.
+//
+// Shapes: d dim, g query heads per KV head, t queries of one request; a row is one query of one head.
+
+#pragma once
+
+#include <stdint.h>
+
+namespace kvgroups {
+
+// Functions here are static: each instruction set's build keeps its own.
+
+enum ElementType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Tokens of (tokens, heads, d) or pages of (blocks, heads, tokens, d); strides in elements, d is contiguous.
+struct Tokens { const char* data; int64_t token_stride, head_stride; };
+struct Pages { const char* data; int64_t block_stride, head_stride, token_stride; };
+struct Indices { const char* data; int64_t is_64_bit; };
+
+// Filled by cpu_impl.py: eight bytes a field, in this order.
+struct AttentionCall {
+  Tokens query, key, value;
+  Pages key_pages, value_pages;  // data is null if no request has history
+  const int32_t* block_table;
+  int64_t block_table_stride, block_table_width, num_blocks, block_size, ring_blocks;
+  Indices query_start_loc, kv_start_loc, num_computed_tokens;
+  char* output;        // (num_query_tokens, num_heads, dim_v), contiguous
+  float* lse;          // (num_query_tokens, num_heads), contiguous, or null
+  const float* sinks;  // (num_heads,) or null
+  int64_t num_reqs, num_query_tokens, num_heads, num_kv_heads, dim, dim_v, element_type;
+  int64_t window, chunk;  // 0: none
+  int64_t max_queries;    // requests with more are left to the caller
+  int64_t num_threads, isa;
+  double scale, softcap;  // softcap 0: none
+};
+
+// Part of the keys of one request: positions begin .. end - 1.
+struct Span {
+  int64_t request, query_start, num_queries, first_position, key_start, num_computed, begin, end;
+};
+
+// Online softmax of all rows of one KV head over one span.
+struct Partial {
+  float* peak;      // (rows,)
+  float* total;     // (rows,)
+  float* weighted;  // (rows, padded dim_v)
+};
+
+constexpr int64_t MAX_SPAN = 512;
+constexpr int64_t TILE = 64;     // keys whose scores are in hand at once
+constexpr int64_t PADDING = 16;  // rows of floats are padded to this, which every vector width divides
+
+static inline int64_t padded(int64_t size) { return (size + PADDING - 1) / PADDING * PADDING; }
+
+// Floats that `attend_span` wants for itself: the queries, and scores of the rows that are in hand.
+static inline int64_t scratch_size(int64_t rows, int64_t dim) { return rows * padded(dim) + 4 * (TILE + PADDING); }
+
+// Floats of a partial.
+static inline int64_t partial_size(int64_t rows, int64_t dim_v) { return padded(rows) * 2 + rows * padded(dim_v); }
+
+// The lowest position that a query at `position` sees.
+static inline int64_t first_visible(const AttentionCall& call, int64_t position) {
+  int64_t first = 0;
+  if (call.window && position - call.window + 1 > first) first = position - call.window + 1;
+  if (call.chunk && position / call.chunk * call.chunk > first) first = position / call.chunk * call.chunk;
+  return first;
+}
+
+#define KVGROUPS_DECLARE(isa)                                                                                  \
+  namespace isa {                                                                                              \
+  bool attend_span(const AttentionCall&, const Span&, int64_t kv_head, float* scratch, Partial);               \
+  void finish(const AttentionCall&, const Span&, int64_t kv_head, const Partial* spans, int64_t num_spans);    \
+  }
+
+#if defined(__x86_64__)
+KVGROUPS_DECLARE(avx2)
+KVGROUPS_DECLARE(avx512)
+#elif defined(__aarch64__)
+KVGROUPS_DECLARE(neon)
+#endif
+
+}  // namespace kvgroups

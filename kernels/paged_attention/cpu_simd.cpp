@@ -1,0 +1,301 @@
+// Attention of the rows of one KV head over one span of keys, wherever they lie.
+//
+// A key and a value are found by pointers, so pages, rings and the step's own tokens are alike. Tokens that no
+// query may see are not in the list, and a query that sees part of a tile walks that part only: nothing is
+// masked, so nothing that is masked can spoil a sum.
+
+#include "cpu.h"
+#include "vector.h"
+
+namespace kvgroups::KVGROUPS_ISA {
+
+namespace {
+
+constexpr int ROWS = 4;                            // rows that share a loaded key or value
+constexpr int SUMS = HAS_32_REGISTERS ? 16 : 8;    // sums in registers at once
+constexpr int MAX_KEYS = SUMS;                     // keys in hand at once, if there is one row
+constexpr int COLUMNS = SUMS / ROWS;               // vectors of a value in hand at once
+constexpr int64_t SCORES = TILE + MAX_KEYS;        // from one row's scores to the next's
+
+template <typename Element>
+struct Keys {
+  int64_t count = 0;
+  int64_t positions[MAX_SPAN];
+  const Element* keys[MAX_SPAN + MAX_KEYS];  // the last is repeated, to fill a group
+  const Element* values[MAX_SPAN + MAX_KEYS];
+
+  INLINE void add(int64_t position, const Element* key, const Element* value) {
+    positions[count] = position;
+    keys[count] = key;
+    values[count++] = value;
+  }
+
+  // Places in the list of the first key at `position` or later, between two places.
+  INLINE int64_t place(int64_t position, int64_t from, int64_t to) const {
+    while (from < to && positions[from] < position) ++from;
+    return from;
+  }
+};
+
+// The keys of a span; false if the table names a block that does not exist.
+template <typename Element>
+bool list_keys(const AttentionCall& call, const Span& span, int64_t kv_head, Keys<Element>& list) {
+  const Element* key_pages = (const Element*)call.key_pages.data + kv_head * call.key_pages.head_stride;
+  const Element* value_pages = (const Element*)call.value_pages.data + kv_head * call.value_pages.head_stride;
+  const int32_t* row = call.block_table + span.request * call.block_table_stride;
+  int64_t position = span.begin, stored = span.end < span.num_computed ? span.end : span.num_computed;
+  while (position < stored) {
+    int64_t logical_block = position / call.block_size, offset = position % call.block_size;
+    int64_t stop = position + call.block_size - offset < stored ? position + call.block_size - offset : stored;
+    int64_t column = call.ring_blocks ? logical_block % call.ring_blocks : logical_block;
+    int64_t block = column < call.block_table_width ? row[column] : 0;
+    if (block < 0 || block >= call.num_blocks) return false;
+    if (block != 0) {
+      const Element* key = key_pages + block * call.key_pages.block_stride;
+      const Element* value = value_pages + block * call.value_pages.block_stride;
+      for (int64_t at = position; at < stop; ++at, ++offset)
+        list.add(at, key + offset * call.key_pages.token_stride, value + offset * call.value_pages.token_stride);
+    }
+    position = stop;
+  }
+  const Element* key = (const Element*)call.key.data + kv_head * call.key.head_stride;
+  const Element* value = (const Element*)call.value.data + kv_head * call.value.head_stride;
+  for (; position < span.end; ++position) {
+    int64_t token = span.key_start + position - span.num_computed;
+    list.add(position, key + token * call.key.token_stride, value + token * call.value.token_stride);
+  }
+  for (int i = 0; list.count && i < MAX_KEYS; ++i) {
+    list.keys[list.count + i] = list.keys[list.count - 1];
+    list.values[list.count + i] = list.values[list.count - 1];
+  }
+  return true;
+}
+
+template <typename Element>
+INLINE Vector piece(const Element* from, int64_t column, int64_t width) {
+  return column + WIDTH <= width ? to_floats(from + column) : to_floats(from + column, (int)(width - column));
+}
+
+// Scores of COUNT rows and the keys from .. to - 1 of a tile; what lies beside them in a vector becomes -inf.
+template <int COUNT, typename Element>
+INLINE void score(const AttentionCall& call, const float* queries, const Element* const* keys,
+                  const Element* const* upcoming, float* scores, int64_t from, int64_t to) {
+  constexpr int KEYS = SUMS / (COUNT == 3 ? 4 : COUNT);
+  const int64_t dim = call.dim, stride = padded(dim), whole = dim / WIDTH * WIDTH;
+  for (int64_t i = from; i < to; i += KEYS) {
+    Vector products[SUMS];  // of row r and key k at r * KEYS + k
+    for (int n = 0; n < SUMS; ++n) products[n] = Vector{};
+    const Element* key[KEYS];
+    for (int k = 0; k < KEYS; ++k) key[k] = keys[i + k];
+    if (upcoming)
+      for (int k = 0; k < KEYS; ++k) prefetch(upcoming[i + k], call.dim_v * sizeof(Element));
+    for (int64_t column = 0; column < whole; column += WIDTH) {
+      for (int k = 0; k < KEYS; ++k) {
+        Vector floats = to_floats(key[k] + column);
+        for (int r = 0; r < COUNT; ++r) products[r * KEYS + k] += load(queries + r * stride + column) * floats;
+      }
+    }
+    if (whole < dim) {
+      for (int k = 0; k < KEYS; ++k) {
+        Vector floats = to_floats(key[k] + whole, (int)(dim - whole));
+        for (int r = 0; r < COUNT; ++r) products[r * KEYS + k] += load(queries + r * stride + whole) * floats;
+      }
+    }
+    float summed[SUMS];
+    for (int n = 0; n < SUMS; n += WIDTH) store(summed + n, sums(products + n));
+    for (int r = 0; r < COUNT; ++r) memcpy(scores + r * SCORES + i, summed + r * KEYS, KEYS * sizeof(float));
+  }
+  for (int r = 0; r < COUNT; ++r) {
+    for (int64_t i = from / WIDTH * WIDTH; i < from; ++i) scores[r * SCORES + i] = -__builtin_inff();
+    for (int64_t i = to; i % WIDTH; ++i) scores[r * SCORES + i] = -__builtin_inff();
+  }
+}
+
+// Scores of one row become weights; returns the factor by which earlier sums shrink.
+INLINE float weigh(float* scores, int64_t from, int64_t to, double softcap, float& peak, float& total) {
+  from = from / WIDTH * WIDTH;
+  if (softcap != 0) {
+    for (int64_t i = from; i < to; i += WIDTH) {
+      Vector capped = hyperbolic_tangent(load(scores + i) / (float)softcap) * (float)softcap;
+      store(scores + i, select(load(scores + i) == -__builtin_inff(), load(scores + i), capped));
+    }
+  }
+  Vector highest = load(scores + from);
+  for (int64_t i = from + WIDTH; i < to; i += WIDTH) {
+    Vector more = load(scores + i);
+    highest = select(more > highest, more, highest);
+  }
+  float new_peak = peak;
+  for (int i = 0; i < WIDTH; ++i) new_peak = highest[i] > new_peak ? highest[i] : new_peak;
+  Vector weights = {};
+  for (int64_t i = from; i < to; i += WIDTH) {
+    Vector weight = exponential(load(scores + i) - new_peak);
+    store(scores + i, weight);
+    weights += weight;
+  }
+  float fade = exponential(Vector{} + (peak - new_peak))[0];
+  total = total * fade + sum(weights);
+  peak = new_peak;
+  return fade;
+}
+
+// Add the weighted values to COUNT rows: WIDE vectors of columns, or, if WIDE is 0, the last few columns.
+template <int COUNT, int WIDE, typename Element>
+INLINE void add_columns(const AttentionCall& call, const float* weights, const Element* const* values,
+                        const Element* const* upcoming, float* weighted, const float* fades, int64_t column,
+                        int64_t from, int64_t to) {
+  constexpr int VECTORS = WIDE ? WIDE : 1;
+  const int64_t dim = call.dim_v, stride = padded(dim), ahead = call.dim * sizeof(Element);
+  Vector sums[COUNT][VECTORS];
+  for (int r = 0; r < COUNT; ++r)
+    for (int c = 0; c < VECTORS; ++c) sums[r][c] = load(weighted + r * stride + column + c * WIDTH) * fades[r];
+  for (int64_t i = from; i < to; ++i) {
+    if (upcoming) prefetch(upcoming[i], ahead);
+    Vector floats[VECTORS];
+    for (int c = 0; c < VECTORS; ++c)
+      floats[c] = WIDE ? to_floats(values[i] + column + c * WIDTH) : to_floats(values[i] + column, (int)(dim - column));
+    for (int r = 0; r < COUNT; ++r)
+      for (int c = 0; c < VECTORS; ++c) sums[r][c] += floats[c] * weights[r * SCORES + i];
+  }
+  for (int r = 0; r < COUNT; ++r)
+    for (int c = 0; c < VECTORS; ++c) store(weighted + r * stride + column + c * WIDTH, sums[r][c]);
+}
+
+// COUNT rows from `row` on over the keys from .. to - 1 of the tile that begins at `tile`.
+template <int COUNT, typename Element>
+void attend_rows(const AttentionCall& call, const float* queries, const Keys<Element>& list, float* scores,
+                 Partial partial, int64_t row, int64_t tile, int64_t from, int64_t to, bool is_first) {
+  const Element* const* values = list.values + tile;
+  score<COUNT>(call, queries + row * padded(call.dim), list.keys + tile, is_first ? values : nullptr, scores, from, to);
+  float fades[COUNT];
+  for (int r = 0; r < COUNT; ++r)
+    fades[r] = weigh(scores + r * SCORES, from, to, call.softcap, partial.peak[row + r], partial.total[row + r]);
+  float* weighted = partial.weighted + row * padded(call.dim_v);
+  // The next tile's keys come in while this one's values are added. Past the end of the list: nothing.
+  bool has_next = is_first && tile + TILE + to <= list.count;
+  const Element* const* upcoming = has_next ? list.keys + tile + TILE : nullptr;
+  int64_t column = 0, wide = COLUMNS * WIDTH;
+  for (; column + wide <= call.dim_v; column += wide, upcoming = nullptr)
+    add_columns<COUNT, COLUMNS>(call, scores, values, upcoming, weighted, fades, column, from, to);
+  for (; column + WIDTH <= call.dim_v; column += WIDTH, upcoming = nullptr)
+    add_columns<COUNT, 1>(call, scores, values, upcoming, weighted, fades, column, from, to);
+  if (column < call.dim_v) add_columns<COUNT, 0>(call, scores, values, upcoming, weighted, fades, column, from, to);
+}
+
+template <typename Element>
+void attend_row_range(const AttentionCall& call, const float* queries, const Keys<Element>& list, float* scores,
+                      Partial partial, int64_t row, int64_t stop, int64_t tile, int64_t from, int64_t to) {
+  for (bool is_first = true; row < stop; is_first = false) {
+    int64_t count = stop - row < ROWS ? stop - row : ROWS;
+    auto attend = count == 4   ? attend_rows<4, Element>
+                  : count == 3 ? attend_rows<3, Element>
+                  : count == 2 ? attend_rows<2, Element>
+                               : attend_rows<1, Element>;
+    attend(call, queries, list, scores, partial, row, tile, from, to, is_first);
+    row += count;
+  }
+}
+
+// The queries of one KV head as rows of fp32, scaled: all heads of the first query, then of the second, ...
+template <typename Element>
+void scale_queries(const AttentionCall& call, const Span& span, int64_t kv_head, float* rows) {
+  int64_t shared = call.num_heads / call.num_kv_heads;
+  for (int64_t query = 0; query < span.num_queries; ++query) {
+    for (int64_t head = 0; head < shared; ++head, rows += padded(call.dim)) {
+      const Element* from = (const Element*)call.query.data +
+                            (span.query_start + query) * call.query.token_stride +
+                            (kv_head * shared + head) * call.query.head_stride;
+      for (int64_t column = 0; column < call.dim; column += WIDTH)
+        store(rows + column, piece(from, column, call.dim) * (float)call.scale);
+    }
+  }
+}
+
+template <typename Element>
+bool attend_elements(const AttentionCall& call, const Span& span, int64_t kv_head, float* scratch,
+                     Partial partial) {
+  int64_t shared = call.num_heads / call.num_kv_heads, num_rows = span.num_queries * shared;
+  float *queries = scratch, *scores = scratch + num_rows * padded(call.dim);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    partial.peak[row] = -__builtin_inff();
+    partial.total[row] = 0;
+  }
+  memset(partial.weighted, 0, num_rows * padded(call.dim_v) * sizeof(float));
+  Keys<Element> list;
+  if (!list_keys(call, span, kv_head, list)) return false;
+  scale_queries<Element>(call, span, kv_head, queries);
+  int64_t last_position = span.first_position + span.num_queries - 1;
+  for (int64_t tile = 0; tile < list.count; tile += TILE) {
+    int64_t end = tile + TILE < list.count ? tile + TILE : list.count;
+    bool all_see_all = list.positions[tile] >= first_visible(call, last_position) &&
+                       list.positions[end - 1] <= span.first_position;
+    if (all_see_all) {
+      attend_row_range(call, queries, list, scores, partial, 0, num_rows, tile, 0, end - tile);
+      continue;
+    }
+    for (int64_t query = 0; query < span.num_queries; ++query) {
+      int64_t position = span.first_position + query;
+      if (position < 0) continue;
+      int64_t from = list.place(first_visible(call, position), tile, end) - tile;
+      int64_t to = list.place(position + 1, tile + from, end) - tile;
+      if (from < to)
+        attend_row_range(call, queries, list, scores, partial, query * shared, (query + 1) * shared, tile, from, to);
+    }
+  }
+  return true;
+}
+
+// Join the spans of one KV head, and divide. The peaks are used up.
+template <typename Element>
+void finish_elements(const AttentionCall& call, const Span& span, int64_t kv_head, const Partial* spans,
+                     int64_t num_spans) {
+  int64_t shared = call.num_heads / call.num_kv_heads;
+  for (int64_t row = 0; row < span.num_queries * shared; ++row) {
+    int64_t head = kv_head * shared + row % shared;
+    int64_t place = (span.query_start + row / shared) * call.num_heads + head;
+    Element* output = (Element*)call.output + place * call.dim_v;
+    float peak = -__builtin_inff(), total = 0;
+    bool sees_any = false;
+    for (int64_t i = 0; i < num_spans; ++i) {
+      sees_any |= spans[i].total[row] != 0;
+      peak = spans[i].peak[row] > peak ? spans[i].peak[row] : peak;
+    }
+    if (!sees_any) {
+      memset(output, 0, call.dim_v * sizeof(Element));
+      if (call.lse) call.lse[place] = call.sinks ? call.sinks[head] : -__builtin_inff();
+      continue;
+    }
+    if (call.sinks) peak = call.sinks[head] > peak ? call.sinks[head] : peak;
+    for (int64_t i = 0; i < num_spans; ++i) {
+      spans[i].peak[row] = exponential(Vector{} + (spans[i].peak[row] - peak))[0];
+      total += spans[i].total[row] * spans[i].peak[row];
+    }
+    if (call.sinks) total += exponential(Vector{} + (call.sinks[head] - peak))[0];
+    if (call.lse) call.lse[place] = peak + __builtin_logf(total);
+    for (int64_t column = 0; column < call.dim_v; column += WIDTH) {
+      Vector joined = {};
+      for (int64_t i = 0; i < num_spans; ++i)
+        joined += load(spans[i].weighted + row * padded(call.dim_v) + column) * spans[i].peak[row];
+      joined /= total;
+      for (int64_t c = 0; c < WIDTH && column + c < call.dim_v; ++c) from_float(joined[c], output + column + c);
+    }
+  }
+}
+
+}  // namespace
+
+bool attend_span(const AttentionCall& call, const Span& span, int64_t kv_head, float* scratch, Partial partial) {
+  auto attend = call.element_type == FLOAT32    ? attend_elements<Float32>
+                : call.element_type == BFLOAT16 ? attend_elements<BFloat16>
+                                                : attend_elements<Float16>;
+  return attend(call, span, kv_head, scratch, partial);
+}
+
+void finish(const AttentionCall& call, const Span& span, int64_t kv_head, const Partial* spans, int64_t num_spans) {
+  auto join = call.element_type == FLOAT32    ? finish_elements<Float32>
+              : call.element_type == BFLOAT16 ? finish_elements<BFloat16>
+                                              : finish_elements<Float16>;
+  join(call, span, kv_head, spans, num_spans);
+}
+
+}  // namespace kvgroups::KVGROUPS_ISA

@@ -1,0 +1,57 @@
+#include "runtime.h"
+
+#include <dlfcn.h>
+
+#include <thread>
+#include <vector>
+
+namespace kvgroups {
+
+namespace {
+
+typedef void (*Parallel)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
+
+// PyTorch's own OpenMP, looked up rather than linked: a second runtime would bring a second team of threads,
+// and the two would spin against each other.
+Parallel openmp() {
+  static const Parallel found = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  return found;
+}
+
+}  // namespace
+
+void run_on_threads(int64_t num_threads, void (*work)(void*), void* data) {
+  if (num_threads <= 1) {
+    work(data);
+  } else if (openmp()) {
+    openmp()(work, data, (unsigned)num_threads, 0);
+  } else {
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < num_threads; ++i) others.emplace_back(work, data);
+    work(data);
+    for (std::thread& other : others) other.join();
+  }
+}
+
+}  // namespace kvgroups
+
+// Raised whenever an argument of an exported function changes: a library left over from before is not called.
+EXPORTED int64_t kvgroups_interface() { return 1; }
+
+EXPORTED int64_t kvgroups_has_openmp() { return kvgroups::openmp() != nullptr; }
+
+// The best instruction set that this library was built for and this processor has.
+EXPORTED int64_t kvgroups_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    return kvgroups::AVX512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kvgroups::AVX2;
+  return kvgroups::NO_ISA;
+#elif defined(__aarch64__)
+  return kvgroups::NEON;
+#else
+  return kvgroups::NO_ISA;
+#endif
+}

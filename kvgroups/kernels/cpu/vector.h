@@ -1,0 +1,173 @@
+// Vectors of floats in the widest registers of the instruction set that a file is compiled for.
+//
+// Files named *_simd.cpp are compiled once for each instruction set, with KVGROUPS_ISA as the namespace of that
+// build. They use no standard containers: an inline function of the standard library, compiled for AVX-512
+// here, might be the copy that the linker keeps for everybody.
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <utility>
+
+namespace kvgroups::KVGROUPS_ISA {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+constexpr bool HAS_32_REGISTERS = true;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+constexpr bool HAS_32_REGISTERS = false;
+#else
+constexpr int WIDTH = 4;
+constexpr bool HAS_32_REGISTERS = true;  // NEON
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * WIDTH)));
+
+#define INLINE inline __attribute__((always_inline))
+
+// Elements as they are stored. Arithmetic is in fp32.
+struct Float32 { uint32_t bits; };
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+template <typename To, typename From>
+INLINE To reinterpret(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps its size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <typename Any>
+INLINE Any unaligned(const void* from) {
+  Any to;
+  memcpy(&to, from, sizeof to);
+  return to;
+}
+
+INLINE Vector load(const float* from) { return unaligned<Vector>(from); }
+INLINE void store(float* to, Vector value) { memcpy(to, &value, sizeof value); }
+
+INLINE Vector to_floats(const Float32* from) { return unaligned<Vector>(from); }
+
+INLINE Vector to_floats(const BFloat16* from) {
+  return reinterpret<Vector>(__builtin_convertvector(unaligned<Shorts>(from), Bits) << 16);
+}
+
+// The exponent's bias differs by 112, which a product adds, also for numbers that are subnormal in 16 bits.
+INLINE Vector to_floats(const Float16* from) {
+  Bits half = __builtin_convertvector(unaligned<Shorts>(from), Bits);
+  Vector scaled = reinterpret<Vector>((half & 0x7fff) << 13) * 0x1p112f;
+  Bits is_special = (Bits)((half & 0x7c00) == 0x7c00);  // infinity or NaN: all ones in the exponent stay
+  Bits magnitude = reinterpret<Bits>(scaled) | (is_special & 0x7f800000);
+  return reinterpret<Vector>(magnitude | (half & 0x8000) << 16);
+}
+
+// The first `count` < WIDTH elements, then zeros.
+template <typename Element>
+INLINE Vector to_floats(const Element* from, int count) {
+  Element padded[WIDTH] = {};
+  memcpy(padded, from, count * sizeof(Element));
+  return to_floats(padded);
+}
+
+INLINE void from_float(float value, Float32* to) { to->bits = reinterpret<uint32_t>(value); }
+
+INLINE void from_float(float value, BFloat16* to) {
+  uint32_t bits = reinterpret<uint32_t>(value);
+  bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  to->bits = is_nan ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+INLINE void from_float(float value, Float16* to) {
+  uint32_t bits = reinterpret<uint32_t>(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) {
+    to->bits = 0x7e00;
+  } else if (magnitude >= 0x47800000) {
+    to->bits = sign | 0x7c00;
+  } else if (magnitude < 0x38800000) {  // subnormal: the sum lines the bits up and rounds them to even
+    to->bits = sign | (reinterpret<uint32_t>(reinterpret<float>(magnitude) + 0.5f) - 0x3f000000);
+  } else {
+    to->bits = sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  }
+}
+
+template <int... index>
+INLINE Vector shuffled(Vector a, Vector b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, index...);
+#else
+  return __builtin_shuffle(a, b, (Integers){index...});
+#endif
+}
+
+// In each run of 2 * HALF lanes: the two halves of a's, added, and then those of b's.
+template <int HALF, int... lane>
+INLINE Vector joined(Vector a, Vector b, std::integer_sequence<int, lane...>) {
+  return shuffled<(lane % (2 * HALF) < HALF ? lane : WIDTH + lane - HALF)...>(a, b) +
+         shuffled<(lane % (2 * HALF) < HALF ? lane + HALF : WIDTH + lane)...>(a, b);
+}
+
+// Lane i of the result is the sum of the lanes of vectors[i]. That sum does not depend on the other vectors.
+template <int HALF = WIDTH / 2>
+INLINE Vector sums(const Vector* vectors) {
+  if constexpr (HALF == 0) {
+    return vectors[0];
+  } else {
+    Vector half[HALF];
+    for (int i = 0; i < HALF; ++i)
+      half[i] = joined<HALF>(vectors[i], vectors[i + HALF], std::make_integer_sequence<int, WIDTH>());
+    return sums<HALF / 2>(half);
+  }
+}
+
+INLINE float sum(Vector vector) {
+  Vector vectors[WIDTH] = {vector};
+  return sums(vectors)[0];
+}
+
+INLINE Vector select(Integers where, Vector yes, Vector no) { return where ? yes : no; }
+
+// e to the x, to about one unit in the last place. Below -87 it is 0, and above 88 infinity; NaN stays NaN.
+INLINE Vector exponential(Vector x) {
+  Vector clamped = select(x < -87.0f, Vector{} - 87.0f, select(x > 88.7f, Vector{} + 88.7f, x));
+  Vector shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the sum are integers
+  Vector power = shifted - 12582912.0f;
+  Vector rest = clamped - power * 0.693359375f + power * 2.12194440e-4f;
+  Vector series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  // In two factors, since 2^128 is no float while e^88.7 is one.
+  Integers whole = __builtin_convertvector(power, Integers), half = whole >> 1;
+  Vector value = series * reinterpret<Vector>((half + 127) << 23) * reinterpret<Vector>((whole - half + 127) << 23);
+  value = select(x < -87.0f, Vector{}, value);
+  return select(x > 88.7f, Vector{} + __builtin_inff(), value);
+}
+
+// tanh, to a few units in the last place, also near 0, where the quotient would cancel.
+INLINE Vector hyperbolic_tangent(Vector x) {
+  Vector size = select(x < 0.0f, -x, x), square = x * x;
+  Vector series = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  series = series * square - 5.37397155531e-2f;
+  series = series * square + 1.33314422036e-1f;
+  series = series * square - 3.33332819422e-1f;
+  series = series * square * x + x;
+  Vector quotient = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+  return select(size < 0.625f, series, select(x < 0.0f, -quotient, quotient));
+}
+
+// Bring a run of bytes into the second level of cache ahead of its use.
+INLINE void prefetch(const void* from, int64_t num_bytes) {
+  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch((const char*)from + byte, 0, 2);
+}
+
+}  // namespace kvgroups::KVGROUPS_ISA

@@ -1,0 +1,55 @@
+"""The shared library of the CPU kernels: found, checked and loaded when a kernel is first asked for."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PATH = Path(__file__).with_name("_cpu.so")
+"""Where setup.py puts it, in a checkout and in a wheel."""
+
+INTERFACE = 1
+"""What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
+
+ISAS = {1: "neon", 2: "avx2", 3: "avx512"}
+"""Instruction sets by their numbers in cpu/runtime.h."""
+
+
+@dataclass(frozen=True)
+class CpuLibrary:
+    """The library, or the reason why there is none."""
+
+    functions: ctypes.CDLL | None = None
+    isa: int = 0
+    reason: str = ""
+    has_openmp: bool = False
+    """Whether its threads are those of PyTorch; if not, each call starts its own."""
+
+
+@cache
+def cpu_library() -> CpuLibrary:
+    """Load the library once; every later call returns the same."""
+    if not PATH.exists():
+        return CpuLibrary(
+            reason="needs the CPU kernels, which were not built: install kvgroups with a C++ compiler"
+        )
+    try:
+        functions = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        return CpuLibrary(reason=f"needs the CPU kernels, which cannot be loaded: {error}")
+    for name in ("kvgroups_interface", "kvgroups_isa", "kvgroups_has_openmp", "kvgroups_paged_attention"):
+        if not hasattr(functions, name):
+            return CpuLibrary(reason=_stale(f"lacks {name}"))
+        getattr(functions, name).restype = ctypes.c_int64
+    if (interface := functions.kvgroups_interface()) != INTERFACE:
+        return CpuLibrary(reason=_stale(f"has interface {interface} and not {INTERFACE}"))
+    isa = functions.kvgroups_isa()
+    if isa not in ISAS:
+        return CpuLibrary(reason="needs a processor with AVX2 and FMA, or with NEON")
+    return CpuLibrary(functions, isa, has_openmp=bool(functions.kvgroups_has_openmp()))
+
+
+def _stale(what: str) -> str:
+    return f"needs CPU kernels of this version, and {PATH.name} {what}: install kvgroups again"

@@ -1,0 +1,212 @@
+"""The C++ form of attention: as good as the reference, the same in any company, and sparing of what it is not for."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvgroups import ops
+from kvgroups.errors import BackendUnavailableError
+from kvgroups.kernels import cpu_library as library_module
+from kvgroups.kernels.cpu_library import ISAS, CpuLibrary, cpu_library
+from kvgroups.kernels.paged_attention import cpu_impl
+from tests.ops.attention_cases import CASES, DTYPES, LAYOUTS, NAMED, Case, assert_close, attend, build
+
+pytestmark = pytest.mark.skipif(cpu_library().functions is None, reason=cpu_library().reason or "it is there")
+
+HERE = [name for number, name in ISAS.items() if number <= cpu_library().isa and (number > 1) == (cpu_library().isa > 1)]
+"""Instruction sets that this processor has and the library was built for."""
+
+
+@pytest.fixture(params=HERE or ["none"])
+def isa(request, monkeypatch):
+    """Run what the library holds for each instruction set."""
+    number = next(number for number, name in ISAS.items() if name == request.param)
+    other = dataclasses.replace(cpu_library(), isa=number)
+    monkeypatch.setattr(cpu_impl, "cpu_library", lambda: other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_is_as_good_as_the_reference(case, dtype, prepared, assert_same_bits, isa):
+    layout = LAYOUTS[(CASES.index(case) + DTYPES.index(dtype)) % 2]  # the layouts differ in strides only
+    batch, reference_output, truth = prepared(case, layout, dtype)
+    before = [tensor.clone() for tensor in batch.operands]
+    assert_close(attend(batch, "cpu"), reference_output, truth)
+    for tensor, copy in zip(batch.operands, before, strict=True):
+        assert_same_bits(tensor, copy)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_long_chunks_go_to_the_torch_form_and_come_back(case, prepared, monkeypatch):
+    """Rows of more than three queries, among others that stay."""
+    monkeypatch.setattr(cpu_impl, "MAX_QUERIES", 3)
+    batch, reference_output, truth = prepared(case)
+    assert_close(attend(batch, "cpu"), reference_output, truth)
+
+
+LONG = [
+    Case("several spans", ((1500, 1), (700, 3), (511, 1), (512, 1)), heads=(6, 2), dims=(64, 48), block_size=16),
+    Case("a window of several spans", ((1500, 2),), heads=(5, 1), dims=(33, 80), block_size=48, window=1100),
+    Case("own keys of several spans", ((0, 1, 1300), (10, 2, 600)), dims=(24, 16), has_sinks=True, softcap=3.0),
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_spans_are_joined(case, nan_arena, isa):
+    batch = build(case, "HND", torch.float32, nan_arena)
+    output, lse = ops.paged_attention(*batch.operands, **batch.options, return_lse=True, backend="cpu")
+    expected, expected_lse = ops.paged_attention(*batch.operands, **batch.options, return_lse=True, backend="torch")
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefill, chunk and decode in one batch",
+        "padded tokens behind the last row",
+        "more queries than keys exist",
+        "queries before every key",
+        "sinks and softcap in an attention chunk",
+        "only empty rows",
+    ],
+)
+def test_log_sum_exp(name, prepared, isa):
+    batch, *_ = prepared(NAMED[name])
+    _, lse = ops.paged_attention(*batch.operands, **batch.options, return_lse=True, backend="cpu")
+    _, expected = ops.paged_attention(*batch.operands, **batch.options, return_lse=True, backend="reference")
+    torch.testing.assert_close(lse, expected, atol=2e-6, rtol=0)
+
+
+def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(nan_arena):
+    case = Case("rows", ((1400, 1), (30, 3), (1400, 1), (0, 12)), heads=(8, 2), dims=(64, 64), block_size=16)
+    batch = build(case, "HND", torch.float32, nan_arena)
+    query, key, value, key_cache, value_cache, table = batch.operands
+    together = attend(batch, "cpu")
+    alone = ops.paged_attention(
+        query[:1],
+        key[:1],
+        value[:1],
+        key_cache,
+        value_cache,
+        table[:1],
+        query_start_loc=torch.tensor([0, 1]),
+        num_computed_tokens=torch.tensor([1400]),
+        scale=batch.options["scale"],
+        backend="cpu",
+    )
+    assert torch.equal(together[:1], alone)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 2)
+    try:
+        assert torch.equal(attend(batch, "cpu"), together)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits_is_read_and_written_as_torch_does(dtype, isa):
+    """One key each, so the output is the value: all 65536 bit patterns, subnormals, infinities and NaN too."""
+    value = torch.arange(1 << 16).to(torch.int16).view(dtype).view(-1, 1, 64)
+    output = ops.paged_attention(
+        torch.zeros_like(value),
+        torch.zeros_like(value),
+        value,
+        None,
+        None,
+        None,
+        query_start_loc=torch.arange(len(value) + 1),
+        num_computed_tokens=torch.zeros(len(value), dtype=torch.int64),
+        scale=1.0,
+        backend="cpu",
+    )
+    torch.testing.assert_close(output, value, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0], ids=["plain", "softcap"])
+def test_large_and_tiny_scores(softcap, isa):
+    """Scores from -200 to 200 in one row: what the exponential and the tangent yield at both ends."""
+    scores = torch.cat([torch.linspace(-200, 200, 401), torch.logspace(-30, 0, 61)])
+    key = scores.view(-1, 1, 1)
+    value = torch.randn(len(scores), 1, 4, generator=torch.Generator().manual_seed(0))
+    options = {"query_start_loc": torch.tensor([0, 1]), "kv_start_loc": torch.tensor([0, len(scores)]),
+               "num_computed_tokens": torch.tensor([0]), "scale": 1.0, "softcap": softcap}  # fmt: skip
+    output, lse = ops.paged_attention(
+        torch.ones(1, 1, 1), key, value, None, None, None, **options, return_lse=True, backend="cpu"
+    )
+    exact = scores.double() if softcap is None else (scores.double() / softcap).tanh() * softcap
+    expected = exact.softmax(0) @ value[:, 0].double()
+    torch.testing.assert_close(output[0, 0].double(), expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.item(), exact.logsumexp(0).item(), atol=0, rtol=1e-6)
+
+
+def test_nan_in_what_is_seen_is_not_hidden(prepared, isa):
+    batch, *_ = prepared(NAMED["decode of ragged rows"])
+    batch.operands[2][1, 0] = float("nan")  # the second request's own value, first KV head
+    output = attend(batch, "cpu")
+    assert output[1, :2].isnan().all()
+    assert output[[0, 2, 3]].isfinite().all() and output[1, 2:].isfinite().all()
+
+
+def test_a_key_that_only_a_later_query_sees_does_not_spoil_an_earlier_one(prepared, isa):
+    batch, *_ = prepared(NAMED["chunk on a history"])
+    clean = attend(batch, "cpu")
+    batch.operands[2][3:] = float("nan")
+    output = attend(batch, "cpu")
+    assert torch.equal(output[:3], clean[:3]) and output[3:].isnan().all()
+
+
+def test_a_block_that_does_not_exist_is_an_error_and_not_a_crash(prepared):
+    batch, *_ = prepared(NAMED["decode of one row"])
+    batch.operands[5][0, 0] = 1 << 30
+    with pytest.raises(IndexError, match=r"block_table: expected block ids from 0 to \d+, got \d+ to 1073741824"):
+        attend(batch, "cpu")
+
+
+def test_refusals_name_all_reasons_and_auto_goes_on(prepared):
+    batch, _, truth = prepared(NAMED["decode of one row"])
+    operands = [batch.operands[0].double().requires_grad_(), *(tensor.double() for tensor in batch.operands[1:5])]
+    operands[3] = operands[3].mT.contiguous().mT
+    call = (*operands, batch.operands[5])
+    with pytest.raises(BackendUnavailableError) as refusal:
+        ops.paged_attention(*call, **batch.options, backend="cpu")
+    assert str(refusal.value) == (
+        "paged_attention: backend 'cpu' does not serve this call (cpu: needs float32, bfloat16 or float16, got "
+        "float64; needs key_cache contiguous over its last dimension, got stride 4; computes no gradients: call it "
+        "under torch.no_grad()). backend='torch' serves it."
+    )
+    output = ops.paged_attention(*call, **batch.options)
+    torch.testing.assert_close(output.detach(), truth, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (None, "which were not built: install kvgroups with a C.. compiler"),
+        ("no library", "which cannot be loaded: "),
+    ],
+)
+def test_without_the_library_the_torch_form_serves(text, reason, prepared, monkeypatch, tmp_path):
+    if text is not None:
+        (tmp_path / "_cpu.so").write_text(text)
+    monkeypatch.setattr(library_module, "PATH", tmp_path / "_cpu.so")
+    monkeypatch.setattr(cpu_impl, "cpu_library", library_module.cpu_library.__wrapped__)
+    batch, reference_output, truth = prepared(NAMED["decode of one row"])
+    assert_close(attend(batch, "auto"), reference_output, truth)
+    with pytest.raises(BackendUnavailableError, match=reason):
+        attend(batch, "cpu")
+
+
+def test_a_library_of_another_version_is_not_called(monkeypatch):
+    monkeypatch.setattr(library_module, "INTERFACE", library_module.INTERFACE + 1)
+    stale = library_module.cpu_library.__wrapped__()
+    assert stale.functions is None and "install kvgroups again" in stale.reason
+
+
+def test_auto_takes_it(prepared, monkeypatch):
+    called = []
+    monkeypatch.setattr(cpu_impl, "cpu_library", lambda: called.append(True) or cpu_library())
+    batch, *_ = prepared(NAMED["decode of one row"])
+    attend(batch, "auto")
+    assert called and isinstance(cpu_library(), CpuLibrary)
