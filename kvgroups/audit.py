@@ -9,6 +9,7 @@ import numpy as np
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.errors import KVGroupsError
 from kvgroups.group_manager import GroupManager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.request import Request
 from kvgroups.slab_pool import NULL_OWNER, SlabPool, slabs_of
 
@@ -73,6 +74,28 @@ def check_blocks(group: GroupManager, requests: Collection[Request]) -> None:
         raise KVGroupsError(
             f"group {name!r}: {len(taken)} blocks are owned or cached, expected at most {pool.max_blocks}"
         )
+
+
+def check_tables(tables: MultiGroupBlockTable, rows: Collection[int]) -> None:
+    """Rows without a request are empty, and the device has the CPU's tables but for what is not committed yet.
+
+    Args:
+        tables: the tables.
+        rows: those of their rows that requests have.
+
+    Raises:
+        KVGroupsError: naming the group, the row and the block.
+    """
+    for name, table in tables.tables.items():
+        for row in np.flatnonzero(table.table.any(axis=1)).tolist():
+            if row not in rows:
+                raise KVGroupsError(
+                    f"group {name!r}: row {row} names block {table.table[row].max()}, and no request has that row"
+                )
+        try:
+            table.check_device()
+        except KVGroupsError as error:
+            raise KVGroupsError(f"group {name!r}: {error}") from error
 
 
 def check_row(group: GroupManager, request: Request) -> None:

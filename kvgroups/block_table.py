@@ -448,6 +448,21 @@ class BlockTable:
         if geometry.num_reqs:
             self.check_rows(int(geometry.rows.max()))
 
+    def check_device(self) -> None:
+        """Raise KVGroupsError if the device's table differs from the CPU's anywhere but where a commit is due.
+
+        Waits for the device and reads all of it: for debugging.
+        """
+        is_wrong = self.device_table.cpu().numpy() != self._table
+        for row in np.flatnonzero(is_wrong.any(axis=1)).tolist():
+            is_wrong[row, self._dirty_start[row] : self._dirty_stop[row]] = False
+            if is_wrong[row].any():
+                column = int(np.argmax(is_wrong[row]))
+                raise KVGroupsError(
+                    f"row {row}, column {column}: block {self._table[row, column]} on the CPU and "
+                    f"{int(self.device_table[row, column])} on {self.device}, and no commit is due there"
+                )
+
     def check_tokens_have_blocks(self, geometry: BatchGeometry) -> None:
         """Raise unless `compute_slot_mapping` can give every token of the step its slot."""
         self.check_readable(geometry)

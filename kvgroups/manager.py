@@ -575,7 +575,8 @@ class Manager:
             self._accounts.reset_peak()
 
     def check(self) -> None:
-        """Hold every slab and every block's owners against the tables, and every row against its request.
+        """Hold every slab and every block's owners against the tables, every row against its request, and the device's
+        tables against the CPU's.
 
         Raises:
             KVGroupsError: naming the group and the slab, block or row, if a slab is leased to another group than
@@ -589,6 +590,11 @@ class Manager:
                 audit.check_blocks(group, self._requests)
                 for request in self._requests:
                     audit.check_row(group, request)
+            rows: dict[MultiGroupBlockTable, list[int]] = {}
+            for request in self._requests:
+                rows.setdefault(request.tables, []).append(request.row)
+            for tables, taken in rows.items():
+                audit.check_tables(tables, taken)
             cursors = [request.cursor for request in self._requests if request.cursor is not None]
             self.prefixes.check(cursors)
 

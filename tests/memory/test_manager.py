@@ -166,7 +166,7 @@ def test_a_third_group_that_is_full_changes_nothing_in_the_first_two(make_bench)
         pytest.param([1, -1], ShapeError, "num_new_tokens: expected 0 or more, got -1", id="negative count"),
         pytest.param([1, 65], ShapeError, "request of 65 tokens: max_model_len is 64", id="too long"),
         pytest.param([35, 1], ShapeError, "request of 65 tokens: max_model_len is 64", id="grown too long"),
-        pytest.param([1], ValueError, "argument", id="a count for one of two requests"),
+        pytest.param([1], ShapeError, "one count for each of 2 requests, got 1", id="a count for one of two requests"),
     ],
 )
 def test_a_wrong_count_changes_nothing(make_bench, counts, error, message):
@@ -544,6 +544,19 @@ def plant_a_stale_tail(bench, request):
     bench.tables["full"]._table[request.row, 3] = 7
 
 
+def plant_a_row_that_nobody_has(bench, request):
+    bench.tables["window"]._table[5, 0] = 7
+
+
+def plant_a_device_that_missed_a_commit(bench, request):
+    bench.tables.commit()
+    bench.tables["full"].device_table[request.row, 1] = 2
+
+
+def plant_a_commit_that_is_thought_done(bench, request):
+    bench.tables["full"]._dirty_stop[:] = 0
+
+
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
@@ -561,6 +574,9 @@ def plant_a_stale_tail(bench, request):
         (plant_a_hole_in_the_window, "group 'window': row 2 has the null block at column 8, .* after 40 tokens"),
         (plant_a_block_behind_the_window, "group 'window': row 2 still has blocks among the 8 that it gave up"),
         (plant_a_stale_tail, "group 'full': row 2 names blocks behind its 3 blocks"),
+        (plant_a_row_that_nobody_has, "group 'window': row 5 names block 7, and no request has that row"),
+        (plant_a_device_that_missed_a_commit, "group 'full': row 2, column 1: block 5 on the CPU and 2 on cpu"),
+        (plant_a_commit_that_is_thought_done, "group 'full': row 2, column 0: block 4 on the CPU and 0 on cpu"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )  # fmt: skip
