@@ -469,7 +469,7 @@ class Manager:
                     f"token_ids: expected the {here} tokens that the request has computed, got {len(token_ids)}"
                 )
             self.prefixes.note_version(version)
-            watched = self._sanitizer.filing(request, token_ids[:here]) if self._sanitizer else nullcontext()
+            watched = self._sanitizer.filing(request, np.asarray(token_ids[:here])) if self._sanitizer else nullcontext()
             with watched:
                 self._filing.file(request, token_ids[:here])
             self._mark([request])
