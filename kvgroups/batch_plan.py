@@ -194,6 +194,7 @@ def _scatter(
     """Put parts (rows of the pass, its kept columns, dim) into (rows, kept columns, dim)."""
     whole = parts[0].new_zeros((num_rows, len(kept), parts[0].shape[-1]))
     for part, each in zip(parts, passes, strict=True):
+        assert each.columns is not None  # a pass of all columns is the only one, and is not put together
         places = np.flatnonzero(np.isin(kept, each.columns))
         if len(places):
             rows = torch.from_numpy(each.rows).to(whole.device)

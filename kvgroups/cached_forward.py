@@ -211,10 +211,12 @@ class CachedForward:
             return {}
         places, slots = [], []
         for request, start in zip(requests, geometry.query_start_loc[:-1].tolist(), strict=True):
-            offset = request.checkpoint.num_tokens - request.num_computed_tokens
+            checkpoint = request.checkpoint
+            assert checkpoint is not None  # set for this forward
+            offset = checkpoint.num_tokens - request.num_computed_tokens
             if offset > 0:
                 places.append(start + offset - 1)
-                slots.append(request.checkpoint.slots)
+                slots.append(checkpoint.slots)
         if not places:
             return {}
         device = self.context.manager.device
