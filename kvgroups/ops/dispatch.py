@@ -17,11 +17,15 @@ from torch import Tensor
 from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels.causal_conv1d import reference as causal_conv1d_reference
 from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
+from kvgroups.kernels.copy_blocks import reference as copy_blocks_reference
+from kvgroups.kernels.copy_blocks import torch_impl as copy_blocks_torch
 from kvgroups.kernels.cpu_library import ISAS, cpu_library
 from kvgroups.kernels.gather_kv import reference as gather_kv_reference
 from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
 from kvgroups.kernels.merge_attention import reference as merge_attention_reference
 from kvgroups.kernels.merge_attention import torch_impl as merge_attention_torch
+from kvgroups.kernels.page_index import reference as page_index_reference
+from kvgroups.kernels.page_index import torch_impl as page_index_torch
 from kvgroups.kernels.paged_attention import cpu_impl as paged_attention_cpu
 from kvgroups.kernels.paged_attention import reference as paged_attention_reference
 from kvgroups.kernels.paged_attention import torch_impl as paged_attention_torch
@@ -110,6 +114,21 @@ FORMS: dict[str, dict[str, Form]] = {
         "triton": _triton("table_update", "table_update"),
         "torch": Form(table_update_torch.table_update),
         "reference": Form(table_update_reference.table_update),
+    },
+    "pack_csr": {
+        "triton": _triton("page_index", "pack_csr"),
+        "torch": Form(page_index_torch.pack_csr),
+        "reference": Form(page_index_reference.pack_csr),
+    },
+    "pack_intervals": {
+        "triton": _triton("page_index", "pack_intervals"),
+        "torch": Form(page_index_torch.pack_intervals),
+        "reference": Form(page_index_reference.pack_intervals),
+    },
+    "copy_blocks": {
+        "triton": _triton("copy_blocks", "copy_blocks"),
+        "torch": Form(copy_blocks_torch.copy_blocks),
+        "reference": Form(copy_blocks_reference.copy_blocks),
     },
     "write_kv": {
         "triton": _triton("write_kv", "write_kv"),
