@@ -181,7 +181,8 @@ def ssd_scan(make, backend):
 
 
 CALLS = [
-    slot_mapping, table_update, pack_csr, pack_intervals, copy_blocks, write_kv, gather_kv, paged_attention, merge_attention, gather_states, scatter_states,
+    slot_mapping, table_update, pack_csr, pack_intervals, copy_blocks,
+    write_kv, gather_kv, paged_attention, merge_attention, gather_states, scatter_states,
     causal_conv1d, causal_conv1d_update, selective_scan, ssd_scan, selective_state_update,
 ]  # fmt: skip
 IN_THE_ARENA = [
