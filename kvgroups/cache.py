@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, DummyLayer
 
@@ -72,7 +74,7 @@ class GroupedCache(Cache):
     not exist for it: they take no slot and no position and touch no state, so a padded row computes what the
     row alone would.
 
-    `copy.deepcopy` of a cache is a fork: full blocks are shared, the rest is copied.
+    `copy.deepcopy` of a cache is a fork, and so is `copy.copy`: full blocks are shared, the rest is copied.
 
     Pages carry no gradients. Where gradients are on, a forward over the cache gives the same values, and a backward
     through them raises `UnsupportedCallError`; to train, call the model without a cache, which runs as before `patch`.
@@ -114,10 +116,8 @@ class GroupedCache(Cache):
         self.is_broken = False
         self.max_rewind = 0 if context.splits_rows else context.config.max_rewind
         """Tokens of the last forward that `crop` can take back."""
-        self.checkpoint_column = 0
-        """Columns fed before the checkpoint that states can be taken back to."""
-        self.num_pending = 0
-        """Last columns of the history that must be fed again, since states were taken back beyond them."""
+        self.checkpoint_column: int | None = None
+        """Columns fed before the checkpoint that states can be taken back to; None if there is none."""
         super().__init__(layers=[self._make_layer(facts) for facts in context.facts])
         # Blocks must come back when the cache is dropped, also without close().
         self._finalizer = weakref.finalize(self, free_all, context.manager, self.rows.requests)
@@ -160,7 +160,7 @@ class GroupedCache(Cache):
         self.rows.close()
         self.history = TokenHistory()
         self.is_broken = False
-        self.checkpoint_column = self.num_pending = 0
+        self.checkpoint_column = None
 
     reset = close
 
@@ -187,7 +187,7 @@ class GroupedCache(Cache):
         """Whether anything has been computed."""
         return self.get_seq_length() > 0
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Row i goes on from row `beam_idx[i]`, as beam search asks after every step.
 
         Nothing is copied here: rows are pointed at their parents, and what children of one parent must not
@@ -196,19 +196,29 @@ class GroupedCache(Cache):
         Args:
             beam_idx: (batch,), integers.
         """
-        parents = beam_idx.tolist()
+        parents = _indices("beam_idx", beam_idx)
         if self.rows.requests and len(parents) != len(self.rows):
             raise ShapeError(f"beam_idx: expected ({len(self.rows)},), one parent a row, got ({len(parents)},)")
         self._select(parents)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, copies beside each other."""
+        """Every row `repeats` times, copies beside each other.
+
+        Args:
+            repeats: at least 1.
+        """
+        if _integer("repeats", repeats) < 1:
+            raise ShapeError(f"repeats: expected at least 1, got {repeats}")
         self._select([row for row in range(len(self.rows)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the rows with these indices, (n,) integers or (batch,) bool, in this order."""
-        rows = torch.arange(len(self.rows))[indices.cpu()]
-        self._select(rows.tolist())
+        chosen = torch.as_tensor(indices).cpu()
+        if chosen.dtype == torch.bool and self.rows.requests:
+            if chosen.shape != (len(self.rows),):
+                raise ShapeError(f"indices: expected ({len(self.rows)},) bool, one a row, got {tuple(chosen.shape)}")
+            chosen = chosen.nonzero().squeeze(1)
+        self._select(_indices("indices", chosen))
 
     def _select(self, rows: Sequence[int]) -> None:
         if not self.rows.requests:
@@ -230,18 +240,40 @@ class GroupedCache(Cache):
         each forward.
 
         Raises:
-            UnsupportedCallError: if a state layer is not fused, so that its states cannot be checkpointed.
+            UnsupportedCallError: if a state layer is not fused, so that its states cannot be checkpointed, or if a
+                ring is too small for it.
         """
+        if _integer("max_rewind", max_rewind) < 0:
+            raise UnsupportedCallError(f"max_rewind: expected a number of tokens, 0 or more, got {max_rewind}")
         if max_rewind and self.context.splits_rows:
             raise UnsupportedCallError(
                 "max_rewind: this model has state layers that only the generic adapter serves, and their states cannot "
                 "be taken back; copy.deepcopy(cache) before feeding tokens that may be wrong"
             )
+        if max_rewind > self._ring_slack():
+            raise UnsupportedCallError(
+                f"max_rewind: {max_rewind} tokens, and a ring keeps {self._ring_slack()} beyond its window; patch the model "
+                f"with a config of max_rewind={max_rewind} or slot_mapping 'paged'"
+            )
         self.max_rewind = max_rewind
 
     def activate_past_recording(self) -> None:
         """transformers' word for `allow_rewind`, said before drafts are verified."""
-        self.allow_rewind(max(self.max_rewind, DRAFT_TOKENS))
+        self.allow_rewind(max(self.max_rewind, min(DRAFT_TOKENS, self._ring_slack())))
+
+    def allow_drafts(self, num_drafts: int) -> None:
+        """Have `crop` be able to take back so many drafted tokens, and up to `DRAFT_TOKENS` where that costs nothing.
+
+        Raises:
+            UnsupportedCallError: if it cannot; nothing is changed.
+        """
+        self.allow_rewind(max(self.max_rewind, num_drafts, min(DRAFT_TOKENS, self._ring_slack())))
+
+    def _ring_slack(self) -> int:
+        """Tokens that every ring keeps beyond its window."""
+        config = self.context.config
+        rings = [(group, config.ring_blocks(group)) for group in config.groups if group.slot_mapping == "ring"]
+        return min((blocks * group.block_size - group.spec.sliding_window + 1 for group, blocks in rings), default=2**31)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last columns of every row back, as if they had not been fed.
@@ -252,31 +284,66 @@ class GroupedCache(Cache):
         Raises:
             UnsupportedCallError: if so much cannot be taken back; nothing is changed.
         """
-        if tokens_to_remove > 0:
+        num_removed = -_integer("crop", tokens_to_remove)
+        if num_removed < 0:
             raise UnsupportedCallError(f"crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
-        num_columns = self.history.num_columns + tokens_to_remove
-        if tokens_to_remove == 0:
+        if num_removed > self.history.num_columns:
+            raise UnsupportedCallError(
+                f"crop: {num_removed} tokens to remove, and the cache holds {self.history.num_columns}"
+            )
+        if num_removed == 0:
             return
-        if num_columns < 0:
-            raise UnsupportedCallError(
-                f"crop: {-tokens_to_remove} tokens to remove, and the cache holds {self.history.num_columns}"
-            )
-        _, is_real = self.history.last(-tokens_to_remove, len(self.rows))
-        counts = is_real.sum(1).tolist()
-        if self.context.has_states and 0 in counts:
-            raise UnsupportedCallError(
-                f"crop: row {counts.index(0)} has only padding there, and states go back together; "
-                "crop rows of equal padding"
-            )
-        if self.num_pending or (self.context.has_states and self.token_ids is None):
-            raise UnsupportedCallError("crop: states were taken back already, or fed embeddings, which cannot be fed again")
-        try:
-            self.rows.rewind(counts)
-        except KVGroupsError as error:
-            raise UnsupportedCallError(f"crop: {error}; make the cache with GroupedCache(model, max_rewind=...)") from error
+        counts = self.history.stored(num_removed, len(self.rows)).sum(1)
+        num_columns = self.history.num_columns - num_removed
+        num_fed_again = self._rewind(counts, num_columns, "crop")
         self.history.truncate(num_columns)
+        self.history.feed_again(counts > 0, num_fed_again)
+
+    def hide(self, is_hidden: np.ndarray) -> None:
+        """Take the last tokens of some rows back, (batch, tokens) bool, which a mask says do not exist after all.
+
+        Raises:
+            UnsupportedCallError: if so much cannot be taken back; nothing is changed.
+        """
+        counts = (is_hidden & self.history.stored(self.history.num_columns, len(self.rows))).sum(1)
+        self.rows.part(counts.tolist())  # rows that were one may end differently from now on
+        num_fed_again = self._rewind(counts, self.history.num_columns, "attention_mask: tokens are hidden that were fed")
+        self.history.hide(is_hidden)
+        self.history.feed_again(counts > 0, num_fed_again)
+
+    def _rewind(self, counts: np.ndarray, num_columns: int, call: str) -> int:
+        """Take rows back by `counts` stored tokens, (batch,) int64, so that all end within `num_columns` columns.
+
+        Returns:
+            Last columns that the rows which went back must be fed again, as far as their tokens exist: states go
+            back to their checkpoint.
+        """
+        if not counts.any():
+            return 0
+        num_fed_again = 0
         if self.context.has_states:
-            self.num_pending = num_columns - self.checkpoint_column
+            if self.checkpoint_column is None:
+                raise UnsupportedCallError(
+                    f"{call}: there is no checkpoint of the states; make the cache with GroupedCache(model, max_rewind=...) "
+                    "and feed the tokens to it, a copy or a cache whose last forward failed has none"
+                )
+            num_fed_again = max(0, num_columns - self.checkpoint_column)
+            if num_fed_again and self.history.last_ids(self.history.num_columns - self.checkpoint_column) is None:
+                raise UnsupportedCallError(
+                    f"{call}: states go back to their checkpoint, and the embeddings after it cannot be fed again; take "
+                    "back all of them, or pass input_ids"
+                )
+        before = self.rows.num_tokens
+        try:
+            self.rows.rewind(counts.tolist())
+        except KVGroupsError as error:
+            self.is_broken = bool((self.rows.num_tokens != before).any())
+            raise UnsupportedCallError(
+                f"{call}: {error}; make the cache with GroupedCache(model, max_rewind=...)"
+            ) from error
+        return num_fed_again
+
+    # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedCache:
         twin = object.__new__(type(self))
@@ -286,8 +353,17 @@ class GroupedCache(Cache):
         twin.history = self.history.copy()
         twin.is_broken = self.is_broken
         twin.max_rewind = self.max_rewind
-        twin.num_pending = self.num_pending
         return twin
+
+    def __copy__(self) -> GroupedCache:
+        return self.__deepcopy__({})  # two caches on one row would free its blocks under each other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: blocks live in the pools of a model in this process."""
+        raise UnsupportedCallError(
+            "a GroupedCache cannot be pickled or saved, its blocks belong to a model in this process; keep the tokens and "
+            "feed them again, or copy.deepcopy the cache"
+        )
 
     def forward(
         self,
@@ -305,6 +381,23 @@ class GroupedCache(Cache):
                 "this cache saw a forward fail halfway and no longer matches its tokens; make a new one"
             )
         return CachedForward(self, model_forward, inputs, settings).run()
+
+
+def _integer(name: str, value: Any) -> int:
+    """A whole number of whatever type, but for bool."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise UnsupportedCallError(f"{name}: expected an int, got {value!r}")
+
+
+def _indices(name: str, value: torch.Tensor | Sequence[int]) -> list[int]:
+    indices = torch.as_tensor(value)
+    if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
+        raise ShapeError(f"{name}: expected (rows,) integers, got {tuple(indices.shape)} {indices.dtype}")
+    return indices.tolist()
 
 
 def find_cache(inputs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from kvgroups.batch_plan import Pass, last_columns, merge_outputs, plan_passes, repeat_rows, slice_inputs
 from kvgroups.errors import ShapeError, UnsupportedCallError
+from kvgroups.forward_inputs import PER_TOKEN, batch_shape, check_losses, prepend_pending
 from kvgroups.geometry import BatchGeometry
 from kvgroups.manager import Request
 from kvgroups.model_adapters import GroupStep, StateLayer, Step
@@ -47,23 +48,24 @@ class CachedForward:
         self.model_forward = model_forward
         self.inputs = inputs
         self.states_touched = False
-        tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
-        if tokens is None:
-            raise ShapeError("input_ids: expected (batch, tokens) int64 or inputs_embeds, got neither")
-        self.batch_size, self.num_columns = tokens.shape[:2]
-        if self.batch_size == 0 or self.num_columns == 0:
-            raise ShapeError(
-                f"input_ids: expected at least one row and one token, got {tuple(tokens.shape)}"
-            )
+        self.checkpoints_moved = False
+        self.batch_size, self.num_new = batch_shape(inputs)
         mask = inputs.pop("attention_mask", None)
-        self.is_real = cache.history.real_columns(mask, self.batch_size, self.num_columns)
-        self.num_new = self.num_columns
-        if cache.num_pending:
-            self._prepend_pending(cache.num_pending)
+        self.is_real = cache.history.real_columns(mask, self.batch_size, self.num_new)
+        self.is_hidden = cache.history.hidden_tail(mask, self.num_new)
+        self.num_columns = self.num_new
+        check_losses(inputs, self.is_real)
 
     def run(self) -> Any:
         """What the model's forward returns for the padded batch; padded positions hold zeros or leftovers."""
         self._check_limits()
+        history = self.cache.history
+        new_ids, new_is_real = self.inputs.get("input_ids"), self.is_real
+        if self.is_hidden is not None:
+            self.cache.hide(self.is_hidden)
+        if history.num_pending:
+            self.is_real = prepend_pending(self.inputs, history, self.rows.num_tokens, self.is_real)
+            self.num_columns = self.is_real.shape[1]
         was_empty = len(self.rows) == 0
         outputs: list[Any] = []
         try:
@@ -71,11 +73,7 @@ class CachedForward:
         except BaseException:
             self._recover(was_empty, has_changed=len(outputs) > 0)
             raise
-        ids = self.inputs.get("input_ids")
-        self.cache.history.append(None if ids is None else ids[:, -self.num_new :], self.is_real[:, -self.num_new :])
-        if self.cache.num_pending:
-            self.cache.num_pending = 0
-            output = last_columns(output, self.num_new)
+        history.append(new_ids, new_is_real, self._named_positions())
         return output
 
     def _run_rows(self, outputs: list[Any]) -> Any:
@@ -86,36 +84,48 @@ class CachedForward:
             self.rows.part(self._row_keys())
         first, places = self.rows.distinct()
         is_real = self.is_real[first]
-        if self.cache.is_croppable:
-            self._set_checkpoints([self.rows.requests[row] for row in first], is_real)
         passes = plan_passes(
             is_real,
             has_past=self.rows.num_tokens[first] > 0,
             splits_rows=self.context.splits_rows,
             one_token=not self.context.continues_exactly,
+            max_tokens=self.context.config.max_num_batched_tokens,
         )
+        self._check_passes(passes)
+        if self.cache.is_croppable:
+            self._set_checkpoints([self.rows.requests[row] for row in first], is_real)
         for each in passes:
-            outputs.append(self._run_pass(each, np.array(first)[each.rows], is_real[each.rows]))
+            rows, columns = each.rows, slice(None) if each.columns is None else each.columns
+            outputs.append(self._run_pass(each, np.array(first)[rows], is_real[rows][:, columns]))
         if not outputs:
             # Nothing but padding, as the first chunk of a padded prompt may be: shapes are all that is asked.
             output = self.model_forward(**{**self.inputs, "cache": None, "use_cache": False})
             output["cache"] = self.cache
             return output
         output = merge_outputs(outputs, passes, self.inputs, len(first), self.num_columns)
-        return repeat_rows(output, places) if len(first) < self.batch_size else output
+        if len(first) < self.batch_size:
+            output = repeat_rows(output, places)
+        if self.num_columns > self.num_new:
+            output = last_columns(output, self.num_new, keeps=isinstance(self.inputs.get("logits_to_keep"), torch.Tensor))
+        return output
+
+    def _check_passes(self, passes: Sequence[Pass]) -> None:
+        if self.inputs.get("output_router_logits") and (len(passes) > 1 or passes[0].columns is not None):
+            raise UnsupportedCallError(
+                "output_router_logits: this batch goes through the model in several passes, whose router logits cannot be "
+                "put together; set it to False or pass fewer tokens"
+            )
 
     # One pass
 
     def _run_pass(self, each: Pass, rows: np.ndarray, is_real: np.ndarray) -> Any:
         inputs = slice_inputs(self.inputs, rows, each.columns, self.batch_size, self.num_columns)
         requests = [self.rows.requests[row] for row in rows]
-        if each.columns is not None:
-            is_real = np.ones((len(rows), len(each.columns)), dtype=bool)
         counts = is_real.sum(1).tolist()
         manager = self.context.manager
         manager.allocate(requests, counts)
         try:
-            step = self._step(requests, counts, is_real)
+            step = self._step(requests, counts, is_real, first_column=0 if each.columns is None else int(each.columns[0]))
             self._fill_position_ids(inputs, step, is_real)
             self.states_touched = bool(self.context.mixers)
             with self.settings(), self._running(step) as state_layers:
@@ -123,13 +133,17 @@ class CachedForward:
                 step.finish()
                 for layer in state_layers:
                     layer.commit(step)
+            if step.is_decode and step.snapshot_slots:
+                self._keep_states(requests)
         except BaseException:
             manager.cancel(requests)
             raise
         manager.advance(requests, counts)
         return output
 
-    def _step(self, requests: Sequence[Request], counts: Sequence[int], is_real: np.ndarray) -> Step:
+    def _step(
+        self, requests: Sequence[Request], counts: Sequence[int], is_real: np.ndarray, first_column: int
+    ) -> Step:
         """Geometry, commit, slot mapping: what all groups share is computed once."""
         tables, device = self.rows.tables, self.context.manager.device
         assert tables is not None
@@ -152,11 +166,12 @@ class CachedForward:
             for group in self.context.config.groups
         }
         all_real = bool(is_real.all())
+        history = self.cache.history
         longest_past = int(geometry.num_computed_tokens.max(initial=0))
         return Step(
             geometry=geometry,
             query_len=is_real.shape[1],
-            past_len=longest_past if all_real else self.cache.history.num_columns,
+            past_len=longest_past if all_real else history.num_columns - history.num_pending + first_column,
             token_index=None if all_real else torch.from_numpy(np.flatnonzero(is_real)).to(device),
             groups=groups,
             device=device,
@@ -179,22 +194,6 @@ class CachedForward:
 
     # Going back
 
-    def _prepend_pending(self, num_pending: int) -> None:
-        """Feed once more what states were taken back beyond, before what is new; its logits are not returned."""
-        ids, is_real = self.cache.history.last(num_pending, self.batch_size)
-        if self.inputs.get("input_ids") is None or ids is None:
-            raise UnsupportedCallError("inputs_embeds: tokens must be fed again after a crop; pass input_ids")
-        self.inputs["input_ids"] = torch.cat((ids.to(self.inputs["input_ids"].device), self.inputs["input_ids"]), dim=1)
-        self.is_real = np.concatenate((is_real, self.is_real), axis=1)
-        self.num_columns += num_pending
-        positions = self.inputs.get("position_ids")
-        if positions is not None:
-            before = positions[..., :1] - torch.arange(num_pending, 0, -1, device=positions.device)
-            self.inputs["position_ids"] = torch.cat((before.clamp_min(0), positions), dim=-1)
-        keep = self.inputs.get("logits_to_keep")
-        if isinstance(keep, torch.Tensor):
-            self.inputs["logits_to_keep"] = keep + num_pending
-
     def _set_checkpoints(self, requests: Sequence[Request], is_real: np.ndarray) -> None:
         """Let the tokens of this forward be taken back: all of the new ones, or the last `max_rewind` of many."""
         num_rewound = min(self.num_new, max(self.cache.max_rewind, 1))
@@ -203,20 +202,20 @@ class CachedForward:
             request.max_rewind = num_rewound
         if self.context.has_states:
             self.context.manager.set_checkpoints(requests, is_real[:, :column].sum(1).tolist())
-            self.cache.checkpoint_column = self.cache.history.num_columns - self.cache.num_pending + column
+            self.checkpoints_moved = True
+            self.cache.checkpoint_column = self.cache.history.num_columns + self.num_new - num_rewound
 
     def _snapshots(self, requests: Sequence[Request], geometry: BatchGeometry) -> dict[str, Any]:
         """Which states the kernels are to keep on the way, for the requests' checkpoints."""
         if not (self.cache.is_croppable and self.context.has_states):
             return {}
         places, slots = [], []
-        for request, start in zip(requests, geometry.query_start_loc[:-1].tolist(), strict=True):
-            checkpoint = request.checkpoint
-            assert checkpoint is not None  # set for this forward
-            offset = checkpoint.num_tokens - request.num_computed_tokens
-            if offset > 0:
+        starts, counts = geometry.query_start_loc[:-1].tolist(), geometry.query_lens.tolist()
+        for request, start, count in zip(requests, starts, counts, strict=True):
+            offset = request.checkpoint.num_tokens - request.num_computed_tokens
+            if 0 < offset <= count:
                 places.append(start + offset - 1)
-                slots.append(checkpoint.slots)
+                slots.append(request.checkpoint.slots)
         if not places:
             return {}
         device = self.context.manager.device
@@ -225,6 +224,14 @@ class CachedForward:
             "snapshot_tokens": torch.tensor(places, device=device),
             "snapshot_slots": {name: torch.tensor([slot[name] for slot in slots], device=device) for name in groups},
         }
+
+    def _keep_states(self, requests: Sequence[Request]) -> None:
+        """Copy states to checkpoints after a pass of one token each, whose kernels keep none on the way."""
+        manager = self.context.manager
+        for request in requests:
+            if request.checkpoint.num_tokens == request.num_computed_tokens + 1:
+                for name, slot in request.checkpoint.slots.items():
+                    manager.storage(name).copy_block(int(request.tables[name].table[request.row, 0]), slot)
 
     # Rows and positions
 
@@ -241,6 +248,10 @@ class CachedForward:
                 f"a batch of {self.batch_size} rows on a cache of {len(self.rows)}; a cache keeps its rows, make a new one"
             )
         past = self.rows.num_tokens if len(self.rows) else np.zeros(self.batch_size, dtype=np.int64)
+        if (pending := self.cache.history.pending) is not None:
+            past = past + pending.sum(1)
+        if self.is_hidden is not None:
+            past = past - self.is_hidden.sum(1)
         longest = int((self.is_real.sum(1) + past).max())
         if longest > config.max_model_len:
             raise ShapeError(
@@ -255,7 +266,8 @@ class CachedForward:
         """
         ids, positions = self.inputs.get("input_ids"), self.inputs.get("position_ids")
         is_decode = self.num_columns == 1 and len(self.rows) > 0
-        if self.batch_size == 1 or ids is None or is_decode or (positions is not None and positions.ndim > 2):
+        is_shareable = ids is not None and not self._wants_all_rows() and (positions is None or positions.ndim == 2)
+        if self.batch_size == 1 or is_decode or not is_shareable:
             return list(range(self.batch_size))
         host = ids.cpu().numpy()
         keys = [(real.tobytes(), row[real].tobytes()) for row, real in zip(host, self.is_real, strict=True)]
@@ -263,6 +275,19 @@ class CachedForward:
             return list(keys)
         places = positions.cpu().numpy()
         return [(key, row.tobytes()) for key, row in zip(keys, places, strict=True)]
+
+    def _wants_all_rows(self) -> bool:
+        """Whether rows that are equal must go through one by one: what is asked or passed is not known to be by row."""
+        known = (*PER_TOKEN, "logits_to_keep")
+        others = (name for name, value in self.inputs.items() if isinstance(value, torch.Tensor) and name not in known)
+        return bool(self.inputs.get("output_router_logits")) or any(others)
+
+    def _named_positions(self) -> torch.Tensor | None:
+        """(..., batch, columns): the positions that the caller named, if they may be asked for again."""
+        positions = self.inputs.get("position_ids")
+        if positions is None or not (self.cache.is_croppable and self.context.has_states):
+            return None
+        return positions.expand(*positions.shape[:-2], self.batch_size, -1)
 
     def _fill_position_ids(self, inputs: dict[str, Any], step: Step, is_real: np.ndarray) -> None:
         """Supply positions where none were passed: a row counts its real tokens."""
@@ -295,3 +320,5 @@ class CachedForward:
             self.cache.close()
         elif has_changed or self.states_touched:
             self.cache.is_broken = True
+        elif self.checkpoints_moved:
+            self.cache.checkpoint_column = None  # what was to be kept there never was

@@ -16,8 +16,11 @@ from transformers.utils import ModelOutput
 
 from kvgroups import ops
 from kvgroups.backward import refuse_backward
-from kvgroups.cache import CACHE_ARGUMENTS, CacheContext, GroupedCache, find_cache
+from kvgroups.cache import CacheContext, GroupedCache, find_cache
+from kvgroups.call_arguments import bind_arguments
+from kvgroups.drafts import check_past, limit_drafts
 from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelError
+from kvgroups.generate_checks import check_prompt
 from kvgroups.manager import Manager
 from kvgroups.model_adapters import ATTENTION_NAME, find_mixers, register_attention, running_fused
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
@@ -186,6 +189,7 @@ class Patch:
             "generate": generate,
             "_prepare_cache_for_generation": self.prepare_cache,
             "_prefill": self.prefill,
+            "_get_candidate_generator": self.candidate_generator,
             "__deepcopy__": self.deepcopy_model,
             "__getstate__": self.plain_state,
         }
@@ -229,26 +233,25 @@ class Patch:
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: its own, unless the cache among the arguments is ours."""
-        names = list(self.context.parameters)
-        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-        cache = find_cache(inputs)
-        if not isinstance(cache, GroupedCache):
-            if cache is not None and not _is_cache(cache):
-                raise UnsupportedCallError(
-                    f"cache: expected a kvgroups.GroupedCache, a cache of transformers or None, got {type(cache).__name__}"
-                )
-            with self.plain_settings():
-                return self.original_forward(*args, **kwargs)
-        return self._forward_over(cache, inputs)
+        if any(isinstance(value, GroupedCache) for value in (*args, *kwargs.values())):
+            inputs = bind_arguments(self.context.parameters, args, kwargs)
+            return self._forward_over(inputs.pop("cache"), inputs)
+        cache = find_cache({**dict(zip(self.context.parameters, args, strict=False)), **kwargs})
+        if cache is not None and not _is_cache(cache):
+            raise UnsupportedCallError(
+                f"cache: expected a kvgroups.GroupedCache, a cache of transformers or None, got {type(cache).__name__}"
+            )
+        with self.plain_settings():
+            return self.original_forward(*args, **kwargs)
 
     @torch.compiler.disable
     def _forward_over(self, cache: GroupedCache, inputs: dict[str, Any]) -> Any:
         self._check_forward(cache, inputs)
-        for name in CACHE_ARGUMENTS:
-            inputs.pop(name, None)
         inputs = {name: value for name, value in inputs.items() if value is not None}
         as_dict = inputs.get("return_dict", self.model.config.return_dict)
         inputs.update(cache=cache, return_dict=True)
+        if getattr(self.model.config, "output_router_logits", False):
+            inputs.setdefault("output_router_logits", True)
         if "use_cache" in self.context.parameters or self._takes_any_keyword():
             inputs["use_cache"] = True
         if not self.context.lock.acquire(blocking=False):
@@ -416,53 +419,31 @@ class Patch:
         """Called by `generate` before the first forward, with the whole prompt: the last check before blocks are taken."""
         cache = model_kwargs.get("cache")
         if isinstance(cache, GroupedCache):
-            self._check_prompt(cache, input_ids, generation_config, model_kwargs)
+            check_prompt(cache, input_ids, generation_config, model_kwargs)
         return type(self.model)._prefill(
             self.model, input_ids, generation_config, model_kwargs, *args, **kwargs
         )
 
-    def _check_prompt(
+    def candidate_generator(
         self,
-        cache: GroupedCache,
-        input_ids: torch.Tensor,
         generation_config: Any,
+        input_ids: torch.Tensor,
+        inputs_tensor: torch.Tensor,
+        logits_processor: Any,
         model_kwargs: dict[str, Any],
-    ) -> None:
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
-            row = int((mask[:, -1] == 0).nonzero()[0])
-            raise UnsupportedCallError(
-                f"attention_mask: row {row} ends in padding, so generate would read its first token at a pad; pad on "
-                "the left (tokenizer.padding_side = 'left')"
-            )
-        embeds = model_kwargs.get("inputs_embeds")
-        prompt_len = input_ids.shape[1] if embeds is None else embeds.shape[1]
-        seen = cache.history.num_columns
-        if seen:
-            self._check_reused(cache, input_ids, seen)
-        elif self.context.config.memory is not None:
-            self.context.manager.check_fits(
-                input_ids.shape[0],
-                prompt_len,
-                generation_config.max_length,
-                generation_config.prefill_chunk_size,
-            )
-
-    def _check_reused(self, cache: GroupedCache, input_ids: torch.Tensor, seen: int) -> None:
-        if input_ids.shape[1] <= seen:
-            raise UnsupportedCallError(
-                f"cache: holds {seen} tokens a row and the prompt has {input_ids.shape[1]}; pass the whole conversation, "
-                "what the cache holds and at least one token more"
-            )
-        known = cache.token_ids
-        if known is not None:
-            differs = (known.to(input_ids.device) != input_ids[:, :seen]).nonzero()
-            if len(differs):
-                row, column = differs[0].tolist()
-                raise UnsupportedCallError(
-                    f"cache: was filled with another prompt: row {row} differs at token {column}; pass the prompt that "
-                    "it was filled with, or leave `cache` out"
-                )
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Called by `generate` before the first forward with drafts, which goes past `_prefill`."""
+        generator = type(self.model)._get_candidate_generator(
+            self.model, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
+        )
+        cache = model_kwargs.get("cache")
+        if isinstance(cache, GroupedCache):
+            check_past(cache)
+            num_drafts = limit_drafts(generator, cache, generation_config.max_length)
+            check_prompt(cache, input_ids, generation_config, model_kwargs, num_drafts)
+        return generator
 
 
 def _is_cache(value: Any) -> bool:

@@ -1,1 +1,0 @@
-"""Copy whole blocks, all layers of a KV-cache group at once."""

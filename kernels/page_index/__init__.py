@@ -1,1 +1,0 @@
-"""Block tables in the forms that other kernels want: CSR and intervals."""
