@@ -47,6 +47,18 @@ class Accounts:
             copied_bytes=sum(group.copied_bytes for group in self._groups.values()),
         )
 
+    def explain(self, request: Request) -> str:
+        """Where a request's blocks came from, and why its hit was not longer: a text for people."""
+        lines = [f"row {request.row}: {request.num_computed_tokens} tokens are computed"]
+        if request.hit is None:
+            lines.append("  it was opened without a prompt, so no prefix was looked for")
+        else:
+            lines += [f"  {line}" for line in request.hit.explain().splitlines()]
+        lines += [f"  {group.explain(request)}" for group in self._groups.values()]
+        if request.points:
+            lines.append(f"  it keeps retention points at {', '.join(map(str, sorted(request.points)))}")
+        return "\n".join(lines)
+
     def _request_usage(self, request: Request) -> RequestUsage:
         held, shared = {}, {}
         for name, group in self._groups.items():

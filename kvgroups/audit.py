@@ -14,6 +14,22 @@ from kvgroups.request import Request
 from kvgroups.slab_pool import NULL_OWNER, SlabPool, slabs_of
 
 
+def check_all(
+    slabs: SlabPool, groups: Mapping[str, GroupManager], num_arena_slabs: int, requests: Collection[Request]
+) -> None:
+    """All of the checks below, for these live requests and the tables that they are in."""
+    check_slabs(slabs, groups, num_arena_slabs)
+    for group in groups.values():
+        check_blocks(group, requests)
+        for request in requests:
+            check_row(group, request)
+    rows: dict[MultiGroupBlockTable, list[int]] = {}
+    for request in requests:
+        rows.setdefault(request.tables, []).append(request.row)
+    for tables, taken in rows.items():
+        check_tables(tables, taken)
+
+
 def check_slabs(slabs: SlabPool, groups: Mapping[str, GroupManager], num_arena_slabs: int) -> None:
     """Every slab is the null slab, free, or leased by the one group that knows of it, and has its bytes.
 

@@ -274,7 +274,7 @@ def _scatter(
         raise _unknown_output(f"an output of shape {tuple(parts[0].shape)}")
     whole = parts[0].new_zeros((num_rows, len(kept), parts[0].shape[-1]))
     for part, each in zip(parts, passes, strict=True):
-        assert each.columns is not None
+        assert each.columns is not None  # a pass of all columns is the only one, and is not put together
         have = each.columns[np.isin(each.columns, kept)]  # ascending, each once, whatever order the caller wants them in
         places = np.flatnonzero(np.isin(kept, have))
         if len(places):

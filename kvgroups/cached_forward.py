@@ -212,10 +212,12 @@ class CachedForward:
         places, slots = [], []
         starts, counts = geometry.query_start_loc[:-1].tolist(), geometry.query_lens.tolist()
         for request, start, count in zip(requests, starts, counts, strict=True):
-            offset = request.checkpoint.num_tokens - request.num_computed_tokens
+            checkpoint = request.checkpoint
+            assert checkpoint is not None  # set for this forward
+            offset = checkpoint.num_tokens - request.num_computed_tokens
             if 0 < offset <= count:
                 places.append(start + offset - 1)
-                slots.append(request.checkpoint.slots)
+                slots.append(checkpoint.slots)
         if not places:
             return {}
         device = self.context.manager.device
@@ -229,8 +231,10 @@ class CachedForward:
         """Copy states to checkpoints after a pass of one token each, whose kernels keep none on the way."""
         manager = self.context.manager
         for request in requests:
-            if request.checkpoint.num_tokens == request.num_computed_tokens + 1:
-                for name, slot in request.checkpoint.slots.items():
+            checkpoint = request.checkpoint
+            assert checkpoint is not None  # set for this forward
+            if checkpoint.num_tokens == request.num_computed_tokens + 1:
+                for name, slot in checkpoint.slots.items():
                     manager.storage(name).copy_block(int(request.tables[name].table[request.row, 0]), slot)
 
     # Rows and positions

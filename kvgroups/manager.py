@@ -29,6 +29,7 @@ from kvgroups.prefix_tree import Extra
 from kvgroups.request import Checkpoint, Request
 from kvgroups.retention import RetentionPolicy
 from kvgroups.room import Room
+from kvgroups.roster import Roster
 from kvgroups.sanitizer import Sanitizer
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.slab_pool import SlabPool
@@ -68,7 +69,7 @@ class Manager:
         self.device = torch.device(device)
         self.plan = SlabPlan.for_config(config)
         self._lock = threading.RLock()
-        self._requests: dict[Request, None] = {}
+        self._roster = Roster()
         self.pending = PendingOps()
         budget = budget_bytes(config, self.device)
         is_capped = budget is not None
@@ -100,7 +101,7 @@ class Manager:
         self._sanitizer = self._new_sanitizer() if config.sanitize else None
 
     def _new_sanitizer(self) -> Sanitizer:
-        sanitizer = Sanitizer(self._groups, self._requests.keys(), self.pending)
+        sanitizer = Sanitizer(self._groups, self._roster, self.pending)
         self.prefixes.on_filed = sanitizer.filed
         for name, group in self._groups.items():
             group.on_copy = partial(sanitizer.copied, name)
@@ -131,9 +132,9 @@ class Manager:
             ShapeError: no such row.
         """
         with self._lock:
-            self._check_vacant(tables, row)
+            self._roster.check_vacant(tables, row)
             request = Request(tables, row, extra=extra)
-            self._requests[request] = None
+            self._roster.add(request)
             if self._sanitizer is not None:
                 self._sanitizer.opened(request)
             return request
@@ -156,7 +157,7 @@ class Manager:
                 advanced nor cancelled.
         """
         with self._lock:
-            self._check_own(requests, num_new_tokens)
+            self._roster.check(requests, num_new_tokens)
             longest = self.config.max_model_len
             for request, count in zip(requests, num_new_tokens, strict=True):
                 here = request.num_computed_tokens
@@ -205,7 +206,7 @@ class Manager:
                 drained before it; nothing is counted.
         """
         with self._lock:
-            self._check_own(requests, num_new_tokens)
+            self._roster.check(requests, num_new_tokens)
             if self.pending:
                 self._check_drained(requests)
             for request, count in zip(requests, num_new_tokens, strict=True):
@@ -223,7 +224,7 @@ class Manager:
             KVGroupsError: a request that was freed or is another manager's; nothing is given back.
         """
         with self._lock:
-            self._check_own(requests)
+            self._roster.check(requests)
             for group in self._groups.values():
                 for request in requests:
                     group.truncate(request, request.num_computed_tokens)
@@ -233,7 +234,7 @@ class Manager:
     def free(self, request: Request) -> None:
         """Give up all blocks of a request. A request can be freed once."""
         with self._lock:
-            self._check_own([request])
+            self._roster.check([request])
             self.prefixes.tick()
             for group in self._groups.values():
                 group.free(group.row_blocks(request))
@@ -241,8 +242,7 @@ class Manager:
             self._checkpoints.drop(request)
             if request.cursor is not None:
                 self.prefixes.close(request.cursor)
-            request.is_live = False
-            del self._requests[request]
+            self._roster.remove(request)
             if self._sanitizer is not None:
                 self._sanitizer.freed(request)
 
@@ -258,9 +258,9 @@ class Manager:
                 step. Whatever is raised, nothing is changed.
         """
         with self._lock:
-            self._check_own([request])
+            self._roster.check([request])
             request.check_step(0)
-            self._check_vacant(tables, row)
+            self._roster.check_vacant(tables, row)
             copies = {name: group.private_columns(request) for name, group in self._groups.items()}
             need = {name: len(columns) for name, columns in copies.items()}
             self._room.check(need)
@@ -281,7 +281,7 @@ class Manager:
                 row, {name: group.fork_row(request, copies[name]) for name, group in self._groups.items()}
             )
             self._mark([request, child])
-            self._requests[child] = None
+            self._roster.add(child)
             if self._sanitizer is not None:
                 self._sanitizer.forked(request, child)
             self._accounts.note_peak()
@@ -294,8 +294,8 @@ class Manager:
             KVGroupsError: the row belongs to a request, or `request` was freed. Nothing is changed.
         """
         with self._lock:
-            self._check_own([request])
-            self._check_vacant(tables, row)
+            self._roster.check([request])
+            self._roster.check_vacant(tables, row)
             tables.add_row(row, {name: group.row_blocks(request) for name, group in self._groups.items()})
             request.tables.clear_row(request.row)
             request.tables, request.row = tables, row
@@ -319,7 +319,7 @@ class Manager:
                 changed.
         """
         with self._lock:
-            self._check_own(requests, offsets)
+            self._roster.check(requests, offsets)
             self._checkpoints.set(requests, offsets)
             self._mark(requests)
             self._accounts.note_peak()
@@ -344,7 +344,7 @@ class Manager:
             OutOfBlocksError: the new tail is shared and its copy does not fit.
         """
         with self._lock:
-            self._check_own([request])
+            self._roster.check([request])
             again = self._checkpoints.rewind(request, num_tokens)
             if self._sanitizer is not None:
                 self._sanitizer.rewound(request)
@@ -354,7 +354,7 @@ class Manager:
     def check_rewind(self, request: Request, num_tokens: int) -> None:
         """Raise what `rewind` would raise for want of a checkpoint or of window tokens; change nothing."""
         with self._lock:
-            self._check_own([request])
+            self._roster.check([request])
             self._checkpoints.base_of(request, num_tokens)
 
     # Prefixes
@@ -401,7 +401,7 @@ class Manager:
             ShapeError: no such row, no prompt, one of more than `max_model_len` tokens, or `max_new_tokens` below 1.
         """
         with self._lock:
-            self._check_vacant(tables, row)
+            self._roster.check_vacant(tables, row)
             hit = self.prefixes.match(token_ids, extra, version)
             request = self._request_behind(hit, tables, row, extra)
             count = self.next_step(request, max_new_tokens)
@@ -423,7 +423,7 @@ class Manager:
             request.num_allocated_tokens += count
             request.cursor = self.prefixes.open(extra, hit)
             self._mark([request])
-            self._requests[request] = None
+            self._roster.add(request)
             if self._sanitizer is not None:
                 self._sanitizer.admitted(request, np.asarray(token_ids))
             self._accounts.note_peak()
@@ -461,7 +461,7 @@ class Manager:
             KVGroupsError: the request was freed, or is in the middle of a step.
         """
         with self._lock:
-            self._check_own([request])
+            self._roster.check([request])
             request.check_step(0)
             here = request.num_computed_tokens
             if len(token_ids) < here:
@@ -469,7 +469,7 @@ class Manager:
                     f"token_ids: expected the {here} tokens that the request has computed, got {len(token_ids)}"
                 )
             self.prefixes.note_version(version)
-            watched = self._sanitizer.filing(request, token_ids[:here]) if self._sanitizer else nullcontext()
+            watched = self._sanitizer.filing(request, np.asarray(token_ids[:here])) if self._sanitizer else nullcontext()
             with watched:
                 self._filing.file(request, token_ids[:here])
             self._mark([request])
@@ -480,7 +480,7 @@ class Manager:
         with self._lock:
             for name, block_ids in self.prefixes.flush().items():
                 self._groups[name].pool.drop(block_ids)
-            for request in self._requests:
+            for request in self._roster:
                 if request.cursor is None:
                     request.cursor = self.prefixes.open(request.extra)
                 request.cursor.is_blocked = request.num_computed_tokens > 0
@@ -494,16 +494,8 @@ class Manager:
     def explain(self, request: Request) -> str:
         """Where a request's blocks came from, and why its hit was not longer: a text for people."""
         with self._lock:
-            self._check_own([request])
-            lines = [f"row {request.row}: {request.num_computed_tokens} tokens are computed"]
-            if request.hit is None:
-                lines.append("  it was opened without a prompt, so no prefix was looked for")
-            else:
-                lines += [f"  {line}" for line in request.hit.explain().splitlines()]
-            lines += [f"  {group.explain(request)}" for group in self._groups.values()]
-            if request.points:
-                lines.append(f"  it keeps retention points at {', '.join(map(str, sorted(request.points)))}")
-            return "\n".join(lines)
+            self._roster.check([request])
+            return self._accounts.explain(request)
 
     def _request_behind(
         self, hit: PrefixHit, tables: MultiGroupBlockTable, row: int, extra: Extra
@@ -567,7 +559,7 @@ class Manager:
     def usage(self) -> Usage:
         """Bytes live, cached, free, leased and wasted, group by group, and what each request holds."""
         with self._lock:
-            return self._accounts.usage(self._requests)
+            return self._accounts.usage(self._roster)
 
     def reset_peak(self) -> None:
         """Start the peaks of `usage` anew from what is held now."""
@@ -585,37 +577,10 @@ class Manager:
                 sees is null.
         """
         with self._lock:
-            audit.check_slabs(self.slabs, self._groups, self.arena.num_slabs)
-            for group in self._groups.values():
-                audit.check_blocks(group, self._requests)
-                for request in self._requests:
-                    audit.check_row(group, request)
-            rows: dict[MultiGroupBlockTable, list[int]] = {}
-            for request in self._requests:
-                rows.setdefault(request.tables, []).append(request.row)
-            for tables, taken in rows.items():
-                audit.check_tables(tables, taken)
-            cursors = [request.cursor for request in self._requests if request.cursor is not None]
-            self.prefixes.check(cursors)
+            audit.check_all(self.slabs, self._groups, self.arena.num_slabs, list(self._roster))
+            self.prefixes.check([request.cursor for request in self._roster if request.cursor is not None])
 
-    # Checks
-
-    def _check_own(self, requests: Sequence[Request], counts: Sequence[int] | None = None) -> None:
-        """Raise KVGroupsError unless these are live requests of this manager, each once, with a count each."""
-        if counts is not None and len(counts) != len(requests):
-            raise ShapeError(f"expected one count for each of {len(requests)} requests, got {len(counts)}")
-        named = set(requests)
-        if len(named) == len(requests) and named <= self._requests.keys():
-            return
-        for request in requests:
-            if not isinstance(request, Request):
-                raise KVGroupsError(f"request: expected what open, admit or fork has returned, got {request!r}")
-            request.check_live()
-            if request not in self._requests:
-                raise KVGroupsError(
-                    f"the request in row {request.row} belongs to another manager; give it to the one that opened it"
-                )
-        raise KVGroupsError("requests: one of them is named twice; give each once, with all of its tokens")
+    # What waits
 
     def _mark(self, requests: Sequence[Request]) -> None:
         """What has been written down by now concerns these requests: their next forward comes after it."""
@@ -629,11 +594,3 @@ class Manager:
                     f"the request in row {request.row} was computed while {len(self.pending)} copies of blocks were "
                     "waiting; call drain() after allocate and before the forward"
                 )
-
-    def _check_vacant(self, tables: MultiGroupBlockTable, row: int) -> None:
-        for name in self._groups:
-            tables[name].check_rows(row)
-        if any(request.tables is tables and request.row == row for request in self._requests):
-            raise KVGroupsError(
-                f"row {row} belongs to another request; free that first, or take an empty row"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,7 +35,7 @@ class Sanitizer:
     """
 
     def __init__(
-        self, groups: Mapping[str, GroupManager], requests: Collection[Request], pending: PendingOps
+        self, groups: Mapping[str, GroupManager], requests: Iterable[Request], pending: PendingOps
     ) -> None:
         self._groups = groups
         self._requests = requests

@@ -45,10 +45,6 @@ def refusals(
 ):
     """The reasons against this form for a call."""
     reasons = []
-    if query.device.type != "cpu":
-        reasons.append(f"needs tensors on the CPU, got {query.device}")
-    if cpu_library().functions is None:
-        reasons.append(cpu_library().reason)
     if query.dtype not in ELEMENT_TYPES:
         name = str(query.dtype).removeprefix("torch.")
         reasons.append(f"needs float32, bfloat16 or float16, got {name}")

@@ -328,7 +328,7 @@ def _attention_kernel(
     if HAS_HISTORY:
         pages = key_cache + kv_head.to(tl.int64) * cache_head_stride * UNIT
         pages_v = value_cache + kv_head.to(tl.int64) * cache_head_stride_v * UNIT_V
-        table_row = block_table + request.to(tl.int64) * table_stride
+        table_row = block_table + request.to(tl.int64) * table_stride  # type: ignore[attr-defined]  # a tensor by now
         history_stop = tl.minimum(stop, num_computed)
         for at in range(start // KEYS * KEYS, history_stop, KEYS):
             stored = at + tl.arange(0, KEYS)

@@ -11,10 +11,12 @@ def write(batch, dtype=torch.bfloat16, layout="HND", dim=128, dim_v=128):
     from kvgroups.kernels.write_kv import triton_impl
 
     shapes = [(8, 4, 16, width) if layout == "HND" else (8, 16, 4, width) for width in (dim, dim_v)]
+    key_cache, value_cache = (torch.empty(*shape, dtype=dtype) for shape in shapes)
     triton_impl.write_kv(
         heads_first(batch.tokens, 4, dim, dtype),
         heads_first(batch.tokens, 4, dim_v, dtype),
-        *(torch.empty(*shape, dtype=dtype) for shape in shapes),
+        key_cache,
+        value_cache,
         int64(batch.groups, batch.tokens)[-1],
         layout=layout,
     )

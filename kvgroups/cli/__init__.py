@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvgroups.cli.config import config
+from kvgroups.cli.doctor import doctor
 from kvgroups.cli.generate import generate
 from kvgroups.cli.kernels import kernels
 from kvgroups.cli.parity import parity
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (parity, generate, config, plan, kernels, version):
+for command in (parity, generate, config, plan, kernels, doctor, version):
     app.command()(command)
 
 __all__ = ["app"]

@@ -24,15 +24,25 @@ from kvgroups.ops.states import (
     selective_state_update,
     ssd_scan,
 )
-from kvgroups.ops.tables import SlotMappingMode, slot_mapping, table_update
+from kvgroups.ops.tables import (
+    SlotMappingMode,
+    copy_blocks,
+    pack_csr,
+    pack_intervals,
+    slot_mapping,
+    table_update,
+)
 
 __all__ = [
     "SlotMappingMode",
     "causal_conv1d",
     "causal_conv1d_update",
+    "copy_blocks",
     "gather_kv",
     "gather_states",
     "merge_attention",
+    "pack_csr",
+    "pack_intervals",
     "paged_attention",
     "scatter_states",
     "selective_scan",

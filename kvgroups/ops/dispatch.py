@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,10 +17,15 @@ from torch import Tensor
 from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels.causal_conv1d import reference as causal_conv1d_reference
 from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
+from kvgroups.kernels.copy_blocks import reference as copy_blocks_reference
+from kvgroups.kernels.copy_blocks import torch_impl as copy_blocks_torch
+from kvgroups.kernels.cpu_library import ISAS, cpu_library
 from kvgroups.kernels.gather_kv import reference as gather_kv_reference
 from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
 from kvgroups.kernels.merge_attention import reference as merge_attention_reference
 from kvgroups.kernels.merge_attention import torch_impl as merge_attention_torch
+from kvgroups.kernels.page_index import reference as page_index_reference
+from kvgroups.kernels.page_index import torch_impl as page_index_torch
 from kvgroups.kernels.paged_attention import cpu_impl as paged_attention_cpu
 from kvgroups.kernels.paged_attention import reference as paged_attention_reference
 from kvgroups.kernels.paged_attention import torch_impl as paged_attention_torch
@@ -52,6 +58,8 @@ class Form:
     refusals: Callable[..., list[str]] = _no_refusals
     auto_on: str | None = None
     """The type of device on which `auto` takes this form; None for any."""
+    absences: Callable[[torch.device], list[str]] = _no_refusals
+    """The reasons against it for any call on a device of this machine; `refusals` holds them too."""
 
 
 def _triton(folder: str, operation: str) -> Form:
@@ -64,15 +72,31 @@ def _triton(folder: str, operation: str) -> Form:
         with torch.cuda.device_of(_first_tensor(args)):  # triton launches on the current device
             return getattr(module(), operation)(*args, **kwargs)
 
-    def refusals(*args: Any, **kwargs: Any) -> list[str]:
+    def absences(device: torch.device) -> list[str]:
         if find_spec("triton") is None:
             return ["needs the package triton, which is not installed"]
-        device = _first_tensor(args).device
         if device.type != "cuda" and not (device.type == "cpu" and module().INTERPRETED):
             return [f"needs tensors on a GPU, or on the CPU with Triton's interpreter, got {device}"]
-        return getattr(module(), "refusals", _no_refusals)(*args, **kwargs)
+        return []
 
-    return Form(run, refusals, auto_on="cuda")
+    def refusals(*args: Any, **kwargs: Any) -> list[str]:
+        reasons = absences(_first_tensor(args).device)
+        return reasons or getattr(module(), "refusals", _no_refusals)(*args, **kwargs)
+
+    return Form(run, refusals, auto_on="cuda", absences=absences)
+
+
+def _cpu(module: ModuleType, operation: str) -> Form:
+    """The C++ form of an operation, which is there if it was built."""
+
+    def absences(device: torch.device) -> list[str]:
+        reasons = [] if device.type == "cpu" else [f"needs tensors on the CPU, got {device}"]
+        return reasons if cpu_library().functions else [*reasons, cpu_library().reason]
+
+    def refusals(*args: Any, **kwargs: Any) -> list[str]:
+        return absences(_first_tensor(args).device) + module.refusals(*args, **kwargs)
+
+    return Form(getattr(module, operation), refusals, auto_on="cpu", absences=absences)
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:
@@ -91,6 +115,21 @@ FORMS: dict[str, dict[str, Form]] = {
         "torch": Form(table_update_torch.table_update),
         "reference": Form(table_update_reference.table_update),
     },
+    "pack_csr": {
+        "triton": _triton("page_index", "pack_csr"),
+        "torch": Form(page_index_torch.pack_csr),
+        "reference": Form(page_index_reference.pack_csr),
+    },
+    "pack_intervals": {
+        "triton": _triton("page_index", "pack_intervals"),
+        "torch": Form(page_index_torch.pack_intervals),
+        "reference": Form(page_index_reference.pack_intervals),
+    },
+    "copy_blocks": {
+        "triton": _triton("copy_blocks", "copy_blocks"),
+        "torch": Form(copy_blocks_torch.copy_blocks),
+        "reference": Form(copy_blocks_reference.copy_blocks),
+    },
     "write_kv": {
         "triton": _triton("write_kv", "write_kv"),
         "torch": Form(write_kv_torch.write_kv),
@@ -98,7 +137,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "paged_attention": {
         "triton": _triton("paged_attention", "paged_attention"),
-        "cpu": Form(paged_attention_cpu.paged_attention, paged_attention_cpu.refusals, auto_on="cpu"),
+        "cpu": _cpu(paged_attention_cpu, "paged_attention"),
         "torch": Form(paged_attention_torch.paged_attention),
         "reference": Form(paged_attention_reference.paged_attention),
     },
@@ -189,7 +228,7 @@ def run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
         default = _default_backend.get()
         backend = default if default in forms else "auto"
     if backend == "auto":
-        candidates = _auto_candidates(forms, args)
+        candidates = _auto_candidates(forms, _first_tensor(args).device)
     elif backend in forms:
         candidates = [backend]
     else:
@@ -209,14 +248,33 @@ def run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _auto_candidates(forms: dict[str, Form], args: tuple[Any, ...]) -> list[str]:
+def cpu_kernels() -> dict[str, Any]:
+    """Whether the C++ forms were built, the instruction set that they run, and, if there are none, the reason."""
+    library = cpu_library()
+    return {"isa": ISAS.get(library.isa), "has_torch_threads": library.has_openmp, "reason": library.reason}
+
+
+def choices(operation: str, device: torch.device) -> dict[str, list[str]]:
+    """The forms of an operation, in the order in which `auto` tries them on a device, and what speaks against each.
+
+    Returns:
+        Backend -> reasons that hold for every call on that device; none for those that `auto` takes. A call
+        may be refused for reasons of its own.
+    """
+    forms, candidates = FORMS[operation], _auto_candidates(FORMS[operation], device)
+    found = {name: list(form.absences(device)) for name, form in forms.items()}
+    for name in forms.keys() - set(candidates):
+        found[name] = found[name] or ["only if it is asked for by name"]
+    return found
+
+
+def _auto_candidates(forms: dict[str, Form], device: torch.device) -> list[str]:
     """The forms that `auto` may take for tensors on this device."""
-    device = _first_tensor(args).device.type
-    return [name for name, form in forms.items() if name != "reference" and form.auto_on in (None, device)]
+    return [name for name, form in forms.items() if name != "reference" and form.auto_on in (None, device.type)]
 
 
 def _advice(forms: dict[str, Form], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Which backend to ask for instead."""
-    names = [*_auto_candidates(forms, args), "reference"]
+    names = [*_auto_candidates(forms, _first_tensor(args).device), "reference"]
     serving = [name for name in names if name in forms and not forms[name].refusals(*args, **kwargs)]
     return f"backend={serving[0]!r} serves it." if serving else "No backend serves it."

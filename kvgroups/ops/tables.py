@@ -150,3 +150,115 @@ def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: s
             "Places count through whole rows."
         )
     run("table_update", backend, table, places, block_ids)
+
+
+def pack_csr(
+    block_table: Tensor, seq_lens: Tensor, *, block_size: int, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashInfer's page table: the used blocks of all rows, one after another.
+
+    Nothing waits for the device, so the number of used blocks is not known on the host: `kv_indices` has room for
+    all, and its valid part ends at `kv_indptr[-1]`. The rest is the null block.
+
+    Args:
+        block_table: (num_reqs, width), int32, block ids: this step's rows. Strided anyhow.
+        seq_lens: (num_reqs,), int32 or int64, tokens including this step's; at most `width * block_size`.
+        block_size: tokens in a block.
+
+    Returns:
+        kv_indptr: (num_reqs + 1,), int32. Row i has the entries `[i]` to `[i + 1]` of `kv_indices`.
+        kv_indices: (num_reqs * width,), int32, block ids.
+        kv_last_page_len: (num_reqs,), int32. Tokens in the last block: `block_size` if it is full, 0 for length 0.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or a block size below 1.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: FlashInfer, `BatchDecodeWithPagedKVCacheWrapper.plan`. Exact for tables addressed by
+        `position // block_size`; a ring has no such order.
+
+    Example: 6, 0 and 4 tokens in blocks of 4 use 2, 0 and 1 blocks.
+        >>> table = torch.tensor([[7, 3], [0, 0], [5, 9]], dtype=torch.int32)
+        >>> [each.tolist() for each in pack_csr(table, torch.tensor([6, 0, 4]), block_size=4)]
+        [[0, 2, 2, 3], [7, 3, 5, 0, 0, 0], [2, 0, 4]]
+    """
+    _check_rows(block_table, seq_lens, block_size)
+    return run("pack_csr", backend, block_table, seq_lens, block_size=block_size)
+
+
+def pack_intervals(
+    block_table: Tensor, seq_lens: Tensor, *, block_size: int, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The used blocks of each row as runs of consecutive ids, in the order of the row.
+
+    A null block owns no bytes and joins no run: each is its own (0, 1), and block 1 after it starts a run.
+
+    Args:
+        block_table: (num_reqs, width), int32, block ids: this step's rows. Strided anyhow.
+        seq_lens: (num_reqs,), int32 or int64, tokens including this step's; at most `width * block_size`.
+        block_size: tokens in a block.
+
+    Returns:
+        intervals: (num_reqs, width, 2), int32. Start block and length of each run; the rest is 0.
+        num_intervals: (num_reqs,), int32. How many of a row's are runs.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or a block size below 1.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    Source: ours.
+
+    Example:
+        >>> table = torch.tensor([[7, 8, 3, 0]], dtype=torch.int32)
+        >>> intervals, num_intervals = pack_intervals(table, torch.tensor([10]), block_size=4)
+        >>> intervals.tolist(), num_intervals.tolist()
+        ([[[7, 2], [3, 1], [0, 0], [0, 0]]], [2])
+    """
+    _check_rows(block_table, seq_lens, block_size)
+    return run("pack_intervals", backend, block_table, seq_lens, block_size=block_size)
+
+
+def _check_rows(block_table: Tensor, seq_lens: Tensor, block_size: int) -> None:
+    """Raise ShapeError unless each row of the table has a length, and blocks a size."""
+    check("block_table", block_table, (ANY, ANY), (torch.int32,), block_table.device)
+    check("seq_lens", seq_lens, (len(block_table),), INDEX, block_table.device)
+    if block_size < 1:
+        raise ShapeError(f"block_size: expected at least 1 token, got {block_size}.")
+
+
+def copy_blocks(blocks: Tensor, sources: Tensor, targets: Tensor, *, backend: str = "auto") -> None:
+    """Copy whole blocks of one KV-cache group, all its layers at once, in place.
+
+    A block holds its tokens, or one request's states, for all layers of the group: one copy is one range of bytes.
+    The copies of one call are done in any order, so targets are distinct and none of them is a source.
+
+    Args:
+        blocks: (num_blocks, block_bytes), uint8, contiguous inside a block, any stride between blocks: the group's
+            view of the arena.
+        sources: (num_copies,), int32 or int64, block ids. 0: the target is zeroed, and block 0 is not looked at.
+        targets: (num_copies,), int32 or int64, block ids. 0: padding, nothing is copied.
+
+    Raises:
+        ShapeError: for a tensor of another shape, dtype or device, or blocks that are not contiguous inside.
+        BackendUnavailableError: if the backend asked for does not serve the call.
+
+    The torch form reads the lists on the host: on a GPU that is a device-to-host sync.
+
+    Source: `copy_blocks` of vLLM, which takes one tensor for each layer.
+
+    Example:
+        >>> blocks = torch.tensor([[0], [5], [6], [7]], dtype=torch.uint8)
+        >>> copy_blocks(blocks, torch.tensor([1, 0, 2]), torch.tensor([3, 2, 0]))
+        >>> blocks.flatten().tolist()
+        [0, 5, 0, 5]
+    """
+    device = blocks.device
+    check("blocks", blocks, (ANY, ANY), (torch.uint8,), device)
+    if blocks.shape[1] > 1 and blocks.stride(1) != 1:
+        raise ShapeError(
+            f"blocks: expected blocks contiguous inside, got strides {blocks.stride()}. "
+            "Take the group's view of the arena's bytes."
+        )
+    check("sources", sources, (len(targets),), INDEX, device)
+    check("targets", targets, (len(targets),), INDEX, device)
+    run("copy_blocks", backend, blocks, sources, targets)

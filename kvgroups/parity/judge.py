@@ -250,9 +250,7 @@ class Judge:
                 parting = f"beam {index}: token {step} is {row.answer[step]}, eager's is {other.answer[step]}"
                 # Beams in low precision may part at any near tie of two scores; logits are held above.
                 (finding.failures if self.is_exact else finding.remarks).append(parting)
-            elif (row.score is None) != (other.score is None) or (
-                row.score is not None and not abs(row.score - other.score) <= self.tolerance
-            ):
+            elif not _scores_agree(row.score, other.score, self.tolerance):
                 finding.failures.append(f"beam {index}: score {row.score}, eager's is {other.score}")
 
     def _watch_eager(self, finding: Finding, ours: Sequence[Row], eager: Sequence[Row] | None) -> str | None:
@@ -275,6 +273,13 @@ class Judge:
                 parts = "" if parts_at is None else f" and chooses another token {parts_at}"
                 remark = f"eager's cached run is off its own uncached forward by {difference:.1e} in row {index}{parts}"
         return None if finding.eager_difference <= self.tolerance else remark
+
+
+def _scores_agree(score: float | None, other: float | None, tolerance: float) -> bool:
+    """Whether two rows have no score, or scores that are this close."""
+    if score is None or other is None:
+        return score is other
+    return abs(score - other) <= tolerance
 
 
 def _parts_at(row: Row, other: Row) -> int | None:

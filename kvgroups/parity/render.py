@@ -160,7 +160,7 @@ def _counted(workload: WorkloadResult) -> list[str]:
 
 def _verdict(report: ParityReport) -> Text:
     compared = [w for w in report.workloads if w.max_logit_difference is not None]
-    worst = max(compared, key=lambda w: w.max_logit_difference / w.tolerance, default=None)
+    worst = max(compared, key=lambda w: (w.max_logit_difference or 0.0) / w.tolerance, default=None)
     agree, tokens = (sum(getattr(w, key) for w in report.workloads) for key in ("tokens_agree", "tokens"))
     line = Text("  ")
     line.append_text(_word(report.verdict))

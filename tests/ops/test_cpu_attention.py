@@ -10,6 +10,7 @@ from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels import cpu_library as library_module
 from kvgroups.kernels.cpu_library import ISAS, CpuLibrary, cpu_library
 from kvgroups.kernels.paged_attention import cpu_impl
+from kvgroups.ops import dispatch
 from tests.ops.attention_cases import CASES, DTYPES, LAYOUTS, NAMED, Case, assert_close, attend, build
 
 pytestmark = pytest.mark.skipif(cpu_library().functions is None, reason=cpu_library().reason or "it is there")
@@ -191,7 +192,7 @@ def test_without_the_library_the_torch_form_serves(text, reason, prepared, monke
     if text is not None:
         (tmp_path / "_cpu.so").write_text(text)
     monkeypatch.setattr(library_module, "PATH", tmp_path / "_cpu.so")
-    monkeypatch.setattr(cpu_impl, "cpu_library", library_module.cpu_library.__wrapped__)
+    monkeypatch.setattr(dispatch, "cpu_library", library_module.cpu_library.__wrapped__)
     batch, reference_output, truth = prepared(NAMED["decode of one row"])
     assert_close(attend(batch, "auto"), reference_output, truth)
     with pytest.raises(BackendUnavailableError, match=reason):

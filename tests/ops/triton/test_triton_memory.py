@@ -45,6 +45,28 @@ def table_update(make, backend):
     return table
 
 
+def used_rows():
+    """Rows of 3, 0 and 5 used blocks: two runs, a null block, and block 1 after it."""
+    table = torch.tensor([[7, 2, 3, 9, 9], [9, 9, 9, 9, 9], [3, 4, 5, 0, 1]], dtype=torch.int32)
+    return table, torch.tensor([6, 0, 9], dtype=torch.int32)
+
+
+def pack_csr(make, backend):
+    return ops.pack_csr(*used_rows(), block_size=2, backend=backend)
+
+
+def pack_intervals(make, backend):
+    return ops.pack_intervals(*used_rows(), block_size=2, backend=backend)
+
+
+def copy_blocks(make, backend):
+    blocks = make(4, 16)
+    blocks[1:] = drawing()(3, 16)
+    sources, targets = torch.tensor([1, 0, 2]), torch.tensor([3, 2, 0])
+    ops.copy_blocks(blocks.view(torch.uint8), sources, targets, backend=backend)
+    return blocks
+
+
 def write_kv(make, backend):
     draw, key_cache, value_cache = drawing(), make(3, 2, 4, 16), make(3, 2, 4, 32)
     key, value = draw(3, 2, 16).to(key_cache.dtype), draw(3, 2, 32).to(key_cache.dtype)
@@ -159,10 +181,13 @@ def ssd_scan(make, backend):
 
 
 CALLS = [
-    slot_mapping, table_update, write_kv, gather_kv, paged_attention, merge_attention, gather_states, scatter_states,
+    slot_mapping, table_update, pack_csr, pack_intervals, copy_blocks,
+    write_kv, gather_kv, paged_attention, merge_attention, gather_states, scatter_states,
     causal_conv1d, causal_conv1d_update, selective_scan, ssd_scan, selective_state_update,
 ]  # fmt: skip
-IN_THE_ARENA = [call for call in CALLS if call not in (slot_mapping, table_update)]
+IN_THE_ARENA = [
+    call for call in CALLS if call not in (slot_mapping, table_update, pack_csr, pack_intervals)
+]
 
 
 def test_every_triton_form_is_called_here():
@@ -244,6 +269,12 @@ def test_offsets_beyond_int32(call, far_apart):
         (slot_mapping, "slot_mapping", "token >= end", "token > end"),
         (slot_mapping, "slot_mapping", "position >= seq_len", "position > seq_len"),
         (table_update, "table_update", "entry < num_entries", "entry < num_entries - 1"),
+        (pack_csr, "page_index", "(entry >= total)", "(entry > total)"),
+        (pack_csr, "page_index", "tl.maximum(num_blocks - 1, 0)", "(num_blocks - 1)"),
+        (pack_intervals, "page_index", "(before == NULL) | (block", "(block"),
+        (pack_intervals, "page_index", "column + 1 < num_blocks", "column + 2 < num_blocks"),
+        (copy_blocks, "copy_blocks", "tl.where(source != NULL, size, 0)", "size"),
+        (copy_blocks, "copy_blocks", "tl.where(target != NULL, size, 0)", "size"),
         (write_kv, "write_kv", "slot // BLOCK_SIZE", "slot // BLOCK_SIZE - 1"),
         (write_kv, "write_kv", "(dim_v < DIM_V)", "(dim_v < DIM)"),
         (gather_kv, "gather_kv", "is_held & (block != NULL)", "is_held"),

@@ -1,0 +1,1 @@
+"""Copy whole blocks, all layers of a KV-cache group at once."""

@@ -1,0 +1,1 @@
+"""Block tables in the forms that other kernels want: CSR and intervals."""
