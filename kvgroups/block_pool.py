@@ -136,14 +136,17 @@ class BlockPool:
         """
         self._check_room(count)
         block_ids: list[int] = []
-        goes_on = after != NULL_BLOCK_ID
+        goes_on, behind = after != NULL_BLOCK_ID, after
         while len(block_ids) < count:
             missing = count - len(block_ids)
-            if self._num_free:
-                block_ids += self._take(self._fullest(after), missing, after)
+            is_fresh = not self._num_free
+            if is_fresh:
+                block_ids += self._take_fresh(self._lease(behind), missing)
             else:
-                block_ids += self._take_fresh(self._lease(after if goes_on else NULL_BLOCK_ID), missing)
+                block_ids += self._take(self._fullest(after), missing, after)
             after = block_ids[-1]
+            if goes_on or is_fresh:
+                behind = after
         return block_ids
 
     def share(self, block_ids: Sequence[int] | np.ndarray) -> None:

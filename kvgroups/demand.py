@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """What one request's row needs in one group for its next tokens."""
 
     release: range
@@ -151,7 +149,8 @@ class GroupDemand:
 
 def _growth(released: int, hidden: int, hidden_then: int, had: int, want: int) -> Growth:
     """From blocks released, hidden and there before the step to blocks hidden and there after it."""
-    return Growth(
-        release=range(min(released, hidden), hidden),
-        append=tuple(column >= hidden_then for column in range(had, want)),
-    )
+    if want == had + 1:  # a decode step begins a block
+        append: tuple[bool, ...] = (had >= hidden_then,)
+    else:
+        append = tuple(column >= hidden_then for column in range(had, want))
+    return Growth(range(min(released, hidden), hidden), append)

@@ -152,6 +152,8 @@ class Room:
         if not leases.num_slabs and not leases.num_runs:
             return 0
         num_runs = leases.num_runs if num_runs is None else num_runs
+        if not num_runs and leases.num_slabs <= self._slabs.num_free:
+            return 0  # any free slab will do
         size = self._slabs.size_for(leases.num_slabs, num_runs, leases.returned)
         return size - self._slabs.num_slabs
 
