@@ -128,17 +128,18 @@ class _Pages:
     def block_size(self):
         return self.key_cache.shape[1 if self.layout == "NHD" else 2]
 
-    def gather(self, requests, first_blocks, num_blocks):
+    def gather(self, requests, first_blocks, num_blocks, num_more=0):
         """`num_blocks` logical blocks of each request, from its first block on, as they lie: NaN and all.
 
-        Returns keys (b, h, n, d), values (b, h, n, d_v) and `is_null` (b, n), or None if no block is null;
-        n = num_blocks * block_size. Blocks past the table repeat its last one: no key was ever there, and the
-        caller masks them.
+        Returns keys (b, h, n, d), values (b, h, n, d_v) and `is_null` (b, num_blocks * block_size), or None if no
+        block is null; n = num_blocks * block_size and `num_more` tokens that are left to the caller. Blocks
+        past the table repeat its last one: no key was ever there, and the caller masks them.
         """
         block_ids = self._block_ids(requests, first_blocks, num_blocks)
         is_null = block_ids == NULL_BLOCK_ID
         is_null = is_null.repeat_interleave(self.block_size, dim=1) if is_null.any() else None
-        return self._select(self.key_cache, block_ids), self._select(self.value_cache, block_ids), is_null
+        keys = self._select(self.key_cache, block_ids, num_more)
+        return keys, self._select(self.value_cache, block_ids, num_more), is_null
 
     def _block_ids(self, requests, first_blocks, num_blocks):
         """The table's entries (b, num_blocks); `requests` ascend."""
@@ -151,18 +152,29 @@ class _Pages:
         logical = logical % self.ring_blocks if self.ring_blocks else logical.clamp(max=width - 1)
         return self.block_table[torch.tensor(requests, device=device)[:, None], logical]
 
-    def _select(self, cache, block_ids):
-        """The blocks (b, num_blocks) of a cache as a (b, h, n, d) view of one fresh copy."""
+    def _select(self, cache, block_ids, num_more):
+        """The blocks (b, num_blocks) of a cache, and more tokens, as a (b, h, n, d) view of one fresh tensor."""
         b, num_blocks = block_ids.shape
+        *_, d = cache.shape
+        num_tokens = num_blocks * self.block_size
         if self.layout == "NHD":
-            tokens = cache.index_select(0, block_ids.flatten()).view(b, -1, *cache.shape[2:])
+            tokens = cache.new_empty(b, num_tokens + num_more, cache.shape[2], d)
+            blocks = tokens[:, :num_tokens].unflatten(1, (num_blocks, -1))
+            for request in range(b) if num_more else []:
+                torch.index_select(cache, 0, block_ids[request], out=blocks[request])
+            if not num_more:
+                torch.index_select(cache, 0, block_ids.flatten(), out=blocks.flatten(0, 1))
             return tokens.transpose(1, 2)
         # Heads first, so that the tokens of a request lie side by side without a second copy. Along dim 0 into
         # a transposed output, since along dim 1 of a transposed cache torch copies the whole cache first.
-        h, block_size, d = cache.shape[1:]
-        heads = cache.new_empty(h, b * num_blocks, block_size, d)
-        torch.index_select(cache, 0, block_ids.flatten(), out=heads.transpose(0, 1))
-        return heads.view(h, b, -1, d).transpose(0, 1)
+        heads = cache.new_empty(cache.shape[1], b, num_tokens + num_more, d)
+        for request in range(b) if num_more else []:
+            blocks = heads[:, request, :num_tokens].unflatten(1, (num_blocks, -1))
+            torch.index_select(cache, 0, block_ids[request], out=blocks.transpose(0, 1))
+        if not num_more:
+            blocks = heads.view(cache.shape[1], b * num_blocks, -1, d)
+            torch.index_select(cache, 0, block_ids.flatten(), out=blocks.transpose(0, 1))
+        return heads.transpose(0, 1)
 
 
 def _rows(query_start_loc, kv_start_loc, num_computed_tokens):
@@ -238,7 +250,7 @@ def _attend_fresh(rows, query, key, value, rule):
 
 
 def _attend_chunk(row, query, key, value, pages, rule):
-    """One request: its visible history, gathered and laid before the step's own keys."""
+    """One request: its visible history, gathered, with the step's own keys behind it."""
     queries = query[row.query_start : row.query_start + row.query_len][None]
     keys = key[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None]
     values = value[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None]
@@ -247,27 +259,28 @@ def _attend_chunk(row, query, key, value, pages, rule):
     key_position, is_null = row.num_computed, None
     first = rule.first_visible(query_position)
     if first < row.num_computed:
-        old_keys, old_values, is_null = _history(row.request, first, row.num_computed, pages)
-        keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+        keys, values, is_null = _with_history(row, first, keys, values, pages)
         key_position = first
-        is_null = None if is_null is None else F.pad(is_null, (0, row.key_len))
     return _attend_span(
         queries, keys, values, rule, query_position=query_position, key_position=key_position, is_null=is_null
     )
 
 
-def _history(request, first, stop, pages):
-    """Keys and values (1, h, n, d) of one request at positions first .. stop - 1, and `is_null` (n,) or
+def _with_history(row, first, own_keys, own_values, pages):
+    """Keys and values (1, h, n, d) of one request from position `first` to its end, and `is_null` (n,) or
     None."""
     first_block = first // pages.block_size
     start = first_block * pages.block_size
-    num_blocks = -(-stop // pages.block_size) - first_block
-    keys, values, is_null = pages.gather([request], [first_block], num_blocks)
-    tokens = slice(first - start, stop - start)
+    num_blocks = -(-row.num_computed // pages.block_size) - first_block
+    keys, values, is_null = pages.gather([row.request], [first_block], num_blocks, row.key_len)
+    # The step's own keys go where they would be stored, in the copy: nothing need be concatenated.
+    own = slice(row.num_computed - start, row.num_computed - start + row.key_len)
+    keys[:, :, own], values[:, :, own] = own_keys, own_values
+    tokens = slice(first - start, own.stop)
     keys, values = keys[:, :, tokens], values[:, :, tokens]
     if is_null is None:
         return keys, values, None
-    is_null = is_null[:, tokens]
+    is_null = F.pad(is_null[:, first - start : own.start], (0, row.key_len))
     _blank(keys, values, is_null)
     return keys, values, is_null[0]
 
@@ -279,8 +292,9 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
     do not exist. Queries go in tiles, each over the keys that it can see.
     """
     position, end = max(query_position, 0), query_position + query.shape[1]
-    # A query before every key sees nothing.
-    tiles = [_nothing(query[:, : min(position, end) - query_position], values.shape[3], rule)]
+    tiles = []
+    if position > query_position:  # a query before every key sees nothing
+        tiles = [_nothing(query[:, : min(position, end) - query_position], values.shape[3], rule)]
     while position < end:
         first = max(key_position, rule.first_visible(position))
         stop = end if rule.chunk is None else min(end, (position // rule.chunk + 1) * rule.chunk)
@@ -307,7 +321,7 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
             _attend(query[:, tile], keys[:, :, tile_keys], values[:, :, tile_keys], rule, visible, is_causal)
         )
         position = stop
-    return torch.cat(tiles, dim=1)
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
 
 
 def _tile_length(query, num_earlier_keys, rule):

@@ -10,8 +10,11 @@ from pathlib import Path
 PATH = Path(__file__).with_name("_cpu.so")
 """Where setup.py puts it, in a checkout and in a wheel."""
 
-INTERFACE = 1
+INTERFACE = 2
 """What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
+
+FUNCTIONS = tuple(f"kvgroups_{name}" for name in ("interface", "isa", "has_openmp", "paged_attention", "write_kv"))
+"""What it exports; each returns an int64."""
 
 ISAS = {1: "neon", 2: "avx2", 3: "avx512"}
 """Instruction sets by their numbers in cpu/runtime.h."""
@@ -39,7 +42,7 @@ def cpu_library() -> CpuLibrary:
         functions = ctypes.CDLL(str(PATH))
     except OSError as error:
         return CpuLibrary(reason=f"needs the CPU kernels, which cannot be loaded: {error}")
-    for name in ("kvgroups_interface", "kvgroups_isa", "kvgroups_has_openmp", "kvgroups_paged_attention"):
+    for name in FUNCTIONS:
         if not hasattr(functions, name):
             return CpuLibrary(reason=_stale(f"lacks {name}"))
         getattr(functions, name).restype = ctypes.c_int64

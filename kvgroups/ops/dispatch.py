@@ -41,6 +41,7 @@ from kvgroups.kernels.state_update import reference as state_update_reference
 from kvgroups.kernels.state_update import torch_impl as state_update_torch
 from kvgroups.kernels.table_update import reference as table_update_reference
 from kvgroups.kernels.table_update import torch_impl as table_update_torch
+from kvgroups.kernels.write_kv import cpu_impl as write_kv_cpu
 from kvgroups.kernels.write_kv import reference as write_kv_reference
 from kvgroups.kernels.write_kv import torch_impl as write_kv_torch
 
@@ -132,6 +133,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "write_kv": {
         "triton": _triton("write_kv", "write_kv"),
+        "cpu": _cpu(write_kv_cpu, "write_kv"),
         "torch": Form(write_kv_torch.write_kv),
         "reference": Form(write_kv_reference.write_kv),
     },

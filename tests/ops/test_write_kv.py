@@ -5,8 +5,18 @@ import torch
 
 from kvgroups import ops
 from kvgroups.errors import ShapeError
+from kvgroups.kernels.cpu_library import cpu_library
+from tests.ops.conftest import needs_interpreter
 
 NUM_BLOCKS = 7
+
+
+@pytest.fixture(params=["reference", "torch", "cpu", pytest.param("triton", marks=needs_interpreter)])
+def backend(request):
+    """The forms of `conftest.py` and the C++ one."""
+    if request.param == "cpu" and cpu_library().functions is None:
+        pytest.skip(cpu_library().reason)
+    return request.param
 
 
 @pytest.fixture(params=["NHD", "HND"])
@@ -107,3 +117,15 @@ def test_unknown_layout_is_refused(caches):
     token = torch.ones(1, 2, 8)
     with pytest.raises(ShapeError, match="layout: expected NHD or HND, got 'DHN'"):
         ops.write_kv(token, token, key_cache, value_cache, torch.tensor([5]), layout="DHN")
+
+
+def test_the_cpu_form_writes_nothing_if_a_slot_does_not_exist(layout, caches, assert_same_bits):
+    if cpu_library().functions is None:
+        pytest.skip(cpu_library().reason)
+    key_arena, key_cache, value_arena, value_cache = caches(4, 2, 8, 8)
+    before = key_arena.clone(), value_arena.clone()
+    token = torch.ones(2, 2, 8)
+    with pytest.raises(IndexError, match="slot_mapping: expected slots below 28, got 28"):
+        ops.write_kv(token, token, key_cache, value_cache, torch.tensor([5, 28]), layout=layout, backend="cpu")
+    assert_same_bits(key_arena, before[0])
+    assert_same_bits(value_arena, before[1])
