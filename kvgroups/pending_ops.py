@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,8 +68,36 @@ class PendingOps:
         """
         ops, self._ops = self._ops, []
         self.num_drained += len(ops)
-        for op in ops:
-            if isinstance(op, _Copy):
-                storages[op.group].copy_block(op.source, op.target)
+        for first, *others in _batches(ops):
+            if isinstance(first, _Poison):
+                storages[first.group].fill(first.block_ids, POISON)
             else:
-                storages[op.group].fill(op.block_ids, POISON)
+                copies = [first, *others]
+                storages[first.group].copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
+
+
+
+def _batches(ops: Sequence[_Copy | _Poison]) -> Iterator[list[Any]]:
+    """Neighbours that are done at once: copies in one group of which none writes what another reads or writes."""
+    batch: list[_Copy | _Poison] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for op in ops:
+        is_joined = (
+            batch
+            and isinstance(op, _Copy)
+            and isinstance(batch[0], _Copy)
+            and op.group == batch[0].group
+            and op.source not in written
+            and op.target not in written
+            and op.target not in read
+        )
+        if batch and not is_joined:
+            yield batch
+            batch, read, written = [], set(), set()
+        batch.append(op)
+        if isinstance(op, _Copy):
+            read.add(op.source)
+            written.add(op.target)
+    if batch:
+        yield batch

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvgroups import ops
 from kvgroups.arena import Arena
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.slab_plan import GroupPlan
@@ -65,9 +66,11 @@ class GroupStorage:
                 offset // dtype.itemsize,
             )
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy all layers' bytes of one block to another."""
-        self._block(target).copy_(self._block(source))
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy all layers' bytes of blocks to others, on a GPU in one launch. No target is a source or named twice."""
+        blocks = self._arena.bytes.as_strided((self.num_blocks, self.plan.block_bytes), (self.plan.stride_bytes, 1))
+        lists = torch.tensor([sources, targets], dtype=torch.int32).to(blocks.device)
+        ops.copy_blocks(blocks, *lists)
 
     def fill(self, block_ids: Sequence[int], byte: int) -> None:
         """Overwrite whole blocks; 0xFF reads as NaN in every float dtype. For tests.

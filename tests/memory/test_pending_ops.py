@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvgroups.errors import KVGroupsError
+from kvgroups.pending_ops import PendingOps
 
 GROUPS = {"full": (16,), "ring": (10, 4), "state": ()}
 
@@ -47,6 +48,38 @@ def test_copies_of_copies_are_made_in_their_order(make_bench):
     assert reused[0] in (bench.row(fourth, "full") + bench.row(fifth, "full"))
     bench.manager.drain()
     assert [first_key(bench, request, "full") for request in (second, third, fourth, fifth)] == [7, 7, 8, 8]
+
+
+def test_copies_in_one_group_go_together_until_one_needs_another():
+    """6 to 9, then 9 to 4: the second reads what the first wrote. 1 to 6 would write what the first has yet to read."""
+    calls = []
+
+    class Recorder:
+        def __init__(self, group):
+            self.group = group
+
+        def copy_blocks(self, sources, targets):
+            calls.append((self.group, list(zip(sources, targets, strict=True))))
+
+        def fill(self, block_ids, byte):
+            calls.append((self.group, "poison", *block_ids))
+
+    pending = PendingOps()
+    for source, target in ((6, 9), (7, 3), (6, 2), (9, 4), (1, 6), (5, 6)):
+        pending.copy("full", source, target)
+    pending.copy("state", 9, 4)
+    pending.poison("state", [9])
+    pending.copy("state", 8, 9)
+    pending.drain({group: Recorder(group) for group in ("full", "state")})
+    assert calls == [
+        ("full", [(6, 9), (7, 3), (6, 2)]),
+        ("full", [(9, 4), (1, 6)]),
+        ("full", [(5, 6)]),
+        ("state", [(9, 4)]),
+        ("state", "poison", 9),
+        ("state", [(8, 9)]),
+    ]
+    assert (len(pending), pending.num_drained) == (0, 9)
 
 
 def test_copies_that_wait_while_the_arena_grows_are_made_in_the_new_bytes(make_bench):

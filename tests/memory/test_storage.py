@@ -111,7 +111,7 @@ def test_growing_keeps_bytes_and_ids(group):
 @every_group
 def test_copying_a_block_copies_all_layers_and_nothing_else(group):
     _, storage = stored(group, 3)
-    storage.copy_block(2, 4)
+    storage.copy_blocks([2], [4])
     assert_holds_its_values(storage, range(2, 4))
     assert_holds_its_values(storage, range(5, 6))
     for layer in group.layers:
