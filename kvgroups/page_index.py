@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvgroups import ops
 from kvgroups.constants import NULL_BLOCK_ID
 
 
@@ -59,14 +60,7 @@ def csr(
         >>> kv_indptr.tolist(), kv_indices[:6].tolist(), kv_last_page_len.tolist()
         ([0, 5, 5, 6], [7, 3, 9, 2, 8, 5], [4, 0, 4])
     """
-    num_pages = -(-seq_lens // block_size)
-    kv_indptr = torch.nn.functional.pad(num_pages.cumsum(0), (1, 0))
-    # Entry j belongs to the last row that starts at or before it; past the end there is no such row.
-    entry = torch.arange(block_table.numel(), device=block_table.device)
-    row = torch.searchsorted(kv_indptr[1:], entry, right=True).clamp(max=block_table.shape[0] - 1)
-    column = (entry - kv_indptr[row]).clamp(max=block_table.shape[1] - 1)
-    kv_indices = torch.where(entry < kv_indptr[-1], block_table[row, column], NULL_BLOCK_ID)
-    return kv_indptr.to(torch.int32), kv_indices.to(torch.int32), last_page_len(seq_lens, block_size)
+    return ops.pack_csr(block_table, seq_lens, block_size=block_size)
 
 
 def intervals(row_ids: np.ndarray) -> list[tuple[int, int]]:

@@ -15,7 +15,10 @@ from kvgroups.testing import tiny
     "model_type, expected",
     [
         ("gpt_oss", {"slot_mapping", "table_update", "write_kv", "paged_attention"}),
-        ("bamba", {"paged_attention", "causal_conv1d_update", "selective_state_update"}),
+        (
+            "bamba",
+            {"paged_attention", "causal_conv1d", "causal_conv1d_update", "ssd_scan", "selective_state_update"},
+        ),
     ],
 )
 def test_generate_on_triton_kernels(model_type, expected, monkeypatch, triton_backend):
