@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -138,12 +139,12 @@ class BatchGeometry:
         """(num_reqs,), int32, tokens: how many each request computes in this step."""
         return np.diff(self.query_start_loc)
 
-    @property
+    @cached_property
     def max_query_len(self) -> int:
         """The most tokens that one request computes in this step; 0 for an empty batch."""
         return int(self.query_lens.max(initial=0))
 
-    @property
+    @cached_property
     def max_seq_len(self) -> int:
         """The longest sequence after this step; 0 for an empty batch."""
         return int(self.seq_lens.max(initial=0))

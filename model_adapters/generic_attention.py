@@ -185,7 +185,14 @@ class StepKV:
         step, facts = self.step, self.layer.facts
         step.attended[facts.index] = True
         packed, query_start_loc, index = step.queries(query)
-        common = {"query_start_loc": query_start_loc, "window": facts.window, "chunk": facts.chunk, **scores}
+        common = {
+            "query_start_loc": query_start_loc,
+            "window": facts.window,
+            "chunk": facts.chunk,
+            "max_query_len": step.geometry.max_query_len,
+            "max_seq_len": step.geometry.max_seq_len,
+            **scores,
+        }
         if facts.reads_gathered:
             output = self._attend_gathered(packed, key, value, common)
         else:

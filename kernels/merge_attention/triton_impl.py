@@ -1,4 +1,4 @@
-"""Join attention over parts of a context: a program takes one query and head, and goes through its parts in order."""
+"""Join attention over parts of a context: a program takes one query and head."""
 
 import torch
 import triton
@@ -6,6 +6,8 @@ import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter on the CPU: it decides when it is imported."""
+
+PARTS_AT_ONCE = 16
 
 
 def refusals(outputs, lses):
@@ -41,8 +43,8 @@ def launch_merge(output, lse, outputs, lses):
         num_tokens * num_heads,
         DIM_V=dim_v,
         PADDED_DIM_V=triton.next_power_of_2(max(dim_v, 1)),
+        PARTS=PARTS_AT_ONCE,
         HAS_LSE=lse is not None,
-        num_warps=1,
     )
 
 
@@ -58,25 +60,33 @@ def _merge_kernel(
     num_queries,
     DIM_V: tl.constexpr,
     PADDED_DIM_V: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
     query = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, PADDED_DIM_V)
     peak = float("-inf")
-    for part in range(num_parts):
-        peak = tl.maximum(peak, tl.load(lses + tl.cast(part, tl.int64) * num_queries + query))
-    base = tl.where(peak == float("-inf"), 0.0, peak)
     total = 0.0
     merged = tl.full([PADDED_DIM_V], 0.0, tl.float32)
-    for part in range(num_parts):
-        row = tl.cast(part, tl.int64) * num_queries + query
-        part_lse = tl.load(lses + row)
-        weight = tl.exp(part_lse - base)
+    for at in range(0, num_parts, PARTS):
+        part = at + tl.arange(0, PARTS)
+        row = part.to(tl.int64) * num_queries + query
+        part_lse = tl.load(lses + row, mask=part < num_parts, other=float("-inf"))
+        has_seen = part_lse > float("-inf")
         # An empty part may hold NaN: it is not loaded.
-        width = tl.where(part_lse > float("-inf"), DIM_V, 0)
-        entries = tl.load(outputs + row * DIM_V + dim, mask=dim < width, other=0.0)
-        total += weight
-        merged += entries.to(tl.float32) * weight
+        entries = tl.load(
+            outputs + row[:, None] * DIM_V + dim[None, :],
+            mask=has_seen[:, None] & (dim < DIM_V)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+        # While nothing is seen the peak is -inf, and -inf - -inf is NaN.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp(part_lse - base)
+        fade = tl.exp(peak - base)
+        merged = merged * fade + tl.sum(entries * weights[:, None], 0)
+        total = total * fade + tl.sum(weights, 0)
+        peak = new_peak
     merged = merged / tl.where(total > 0, total, 1.0)
     tl.store(output + query * DIM_V + dim, merged.to(output.dtype.element_ty), mask=dim < DIM_V)
     if HAS_LSE:

@@ -236,7 +236,7 @@ def merge_attention(outputs: Tensor, lses: Tensor, *, backend: str = "auto") -> 
     Returns:
         output (num_tokens, num_heads, head_dim_v) in the dtype of outputs, 0 where no part saw anything, and its
         log-sum-exp (num_tokens, num_heads) in the dtype of lses, which merges further. Sums are in the dtype
-        of lses, in the order of the parts.
+        of lses, in an order that depends on the number of parts only.
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.

@@ -51,7 +51,7 @@ def report(target: str, *, every_case: bool = False) -> dict[str, Any]:
             for each in compilations:
                 entries.append({"operation": operation, "case": case.name, **_entry(each)})
                 problems += [
-                    f"{target}, {each.kernel}, {case.name}: {what}" for what in _problems(case, each, target)
+                    f"{target}, {each.kernel}, {case.name}: {what}" for what in _problems(operation, case, each, target)
                 ]
         compilations.clear()
         for case in chosen:
@@ -69,13 +69,15 @@ def _entry(compilation: Compilation) -> dict[str, Any]:
     return entry | entry.pop("code")
 
 
-def _problems(case: CompileCase, compilation: Compilation, target: str) -> Iterator[str]:
+def _problems(operation: str, case: CompileCase, compilation: Compilation, target: str) -> Iterator[str]:
     code, (_, limit) = compilation.code, TARGETS[target]
     if compilation.shared_bytes > limit:
         yield f"takes {compilation.shared_bytes} bytes of shared memory, and {limit} is the limit"
     if code.spilled_bytes and target not in case.may_spill:
         yield f"spills {code.spilled_bytes} bytes a thread"
-    kernel = compilation.kernel.split(".")[-1]
+    home, _, kernel = compilation.kernel.rpartition(".")
+    if home != operation:
+        return  # a kernel that it borrows from another operation has no matrix products of its own
     if case.needs_matrix and kernel not in case.without_matrix and not code.matrix_instructions:
         yield "has no matrix instructions"
     if case.needs_wide_loads:

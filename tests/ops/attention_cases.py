@@ -69,6 +69,7 @@ CASES = [
     Case("prefill of rows of one length", ((0, 6), (0, 6), (0, 6))),
     Case("long prefill, more queries than are packed", ((0, 40),)),
     Case("chunk on a history", ((9, 6),)),
+    Case("long prefill and history in a window", ((90, 30), (5, 12)), window=70),
     Case("decode of ragged rows", ((3, 1), (17, 1), (1, 1), (30, 1))),
     Case("decode of one row", ((10, 1),)),
     Case("decode of rows of one length", ((7, 1), (7, 1), (7, 1))),

@@ -65,19 +65,21 @@ from triton.compiler.compiler import max_shared_mem
 def each_batch_its_own_head_dim(batch):
     attend(FEW, dim=32 if batch.requests < 5 else 64)
 
-def cases(*cases):
-    compile_report.compile_cases = lambda: {"some": list(cases)}
+def cases(**cases):
+    compile_report.compile_cases = lambda: cases
 
 fast = {"needs_matrix": True, "needs_wide_loads": True}
 cases(
-    CompileCase("rows that are not aligned", partial(attend, dim=33), **fast, takes_any_batch=False),
-    CompileCase("no matrix", update, needs_matrix=True),
-    CompileCase("one for each batch", each_batch_its_own_head_dim),
+    paged_attention=[
+        CompileCase("rows that are not aligned", partial(attend, dim=33), **fast, takes_any_batch=False),
+        CompileCase("one for each batch", each_batch_its_own_head_dim),
+    ],
+    table_update=[CompileCase("no matrix", update, needs_matrix=True)],
 )
 print(json.dumps(compile_report.report("sm_90")["problems"]))
 max_shared_mem.cache_clear()  # Triton asks a driver once
 dry_driver.TARGETS["small"] = (dry_driver.TARGETS["sm_90"][0], 16_384)
-cases(CompileCase("too large", attend, FEW))
+cases(paged_attention=[CompileCase("too large", attend, FEW)])
 compile_report.report("small")
 """
 

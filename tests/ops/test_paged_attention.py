@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 from kvgroups import ops
 from kvgroups.errors import ShapeError
 from kvgroups.kernels.paged_attention import reference, torch_impl
+from kvgroups.kernels.paged_attention.tiles import TILES, Tile
 from kvgroups.ops import dispatch
 from tests.ops.attention_cases import (
     CASES,
@@ -30,6 +31,9 @@ from tests.ops.attention_cases import (
     build,
     oracle,
 )
+
+SMALLEST = {kind: Tile(rows=16, keys=16, warps=4, stages=1) for kind in TILES["sm_90"]}
+"""For the Triton form: the cases are small, and with these they take several programs and turns of each loop."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -65,11 +69,7 @@ def test_triton_form_is_as_good_as_the_reference(case, dtype, prepared, assert_s
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_triton_tiles_change_nothing(case, prepared, triton_backend, monkeypatch):
     """With the smallest tiles a case takes several programs and several turns of each loop."""
-    from kvgroups.kernels.paged_attention import triton_impl
-
-    for tiles in (triton_impl.DECODE, triton_impl.PREFILL):
-        for kind in tiles:
-            monkeypatch.setitem(tiles, kind, triton_impl.Tile(rows=16, keys=16, warps=4, stages=1))
+    monkeypatch.setitem(TILES, "sm_90", SMALLEST)
     batch, reference_output, truth = prepared(case)
     assert_close(attend(batch, triton_backend), reference_output, truth)
 
@@ -203,13 +203,18 @@ def test_a_wrong_form_fails(wrong, name, prepared, monkeypatch):
     [
         ("(stored >= start) & ", "", "window not a multiple of the block"),
         ("is_stored & (block != NULL)", "is_stored", "one block lost"),
-        ("(stored < history_stop)", "(stored <= history_stop)", "decode of ragged rows"),
+        ("(stored < end)", "(stored <= end)", "decode of ragged rows"),
+        ("logical_block, mask=first < end", "logical_block - 1, mask=first < end", "blocks of 48 tokens"),
+        ("BLOCK_SIZE, BLOCK_SIZE]), [KEYS])", "BLOCK_SIZE, BLOCK_SIZE]).trans(), [KEYS])", "decode of ragged rows"),
+        ("whole_stop = first_position + 1", "whole_stop = last_position + 1", "long prefill, more queries than are packed"),
+        ("tl.cdiv(tl.maximum(whole_start, start), KEYS)", "start // KEYS", "long prefill and history in a window"),
+        ("num_whole, 0)\n                stored", "0, 0)\n                stored", "long prefill and history in a window"),
         (">= first_seen[:, None]", "> first_seen[:, None]", "window as wide as a block"),
         ("<= position[:, None]", "< position[:, None]", "prefill of ragged rows"),
         ("logical_block % ring_blocks", "(logical_block + 1) % ring_blocks", "ring of exactly the window"),
         ("position = token + to_position", "position = token - query_start", "chunk on a history"),
         ("head = kv_head * G + row % G", "head = kv_head + row % G", "decode of ragged rows"),
-        ("total = tl.full([ROWS], 1.0", "total = tl.full([ROWS], 0.0", "sinks"),
+        ("total = tl.where(split == 0, 1.0, total)", "", "sinks"),
         ('tl.where(new_peak == float("-inf"), 0.0, new_peak)', "new_peak", "queries before every key"),
         ("tl.where(total > 0, total, 1.0)", "total", "queries before every key"),
         ("weighted * fade[:, None]", "weighted", "long prefill, more queries than are packed"),
@@ -222,9 +227,7 @@ def test_a_wrong_kernel_fails(old, new, name, prepared, mutant, monkeypatch, tri
     from kvgroups.kernels.paged_attention import triton_impl
 
     wrong = mutant(triton_impl, old, new)
-    smallest = {kind: wrong.Tile(rows=16, keys=16, warps=4, stages=1) for kind in wrong.DECODE}
-    monkeypatch.setattr(wrong, "DECODE", smallest)
-    monkeypatch.setattr(wrong, "PREFILL", smallest)
+    monkeypatch.setitem(TILES, "sm_90", SMALLEST)
     monkeypatch.setitem(dispatch.FORMS["paged_attention"], "triton", dispatch.Form(wrong.paged_attention))
     dtype = torch.bfloat16 if "bfloat16" in old else torch.float32
     if name == "one block lost":

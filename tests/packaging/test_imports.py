@@ -66,7 +66,7 @@ NOT_WHEN_IMPORTED = {
     "torch": LIGHT,
     "transformers": LIGHT,
     "kvgroups.specs.probe": LIGHT,
-    "kvgroups.kernels.*.triton_impl": "*",
+    "kvgroups.kernels.*.triton_impl": "* !kvgroups.kernels.*.triton_impl",
     "kvgroups.kernels.*.triton_ragged": "* !kvgroups.kernels.*.triton_impl",
 }
 """What these modules import inside a function, or for a type checker, only: importing them stays light."""
