@@ -16,7 +16,7 @@ Extra = str | bytes | int | tuple["Extra", ...] | None
 """What a prefix depends on beside its tokens: an adapter's name, a tenant's salt, a digest of embeddings."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """One step of a prefix: it stands for all tokens from the root up to its end, `depth` of them."""
 
@@ -82,9 +82,10 @@ class PrefixTree:
         if parent is None or parent.parent is not None or parent.tokens != content:
             return found
         data, length = ids.tobytes(), self.step * ids.itemsize
+        known, digest = self._nodes.get, _digest  # a million tokens come by here 65,536 times
         for start in range(0, len(data) - length + 1, length):
             tokens = data[start : start + length]
-            node = self._nodes.get(_digest(parent.key, tokens))
+            node = known(digest(parent.key, tokens))
             if node is None or node.parent is not parent or node.tokens != tokens:
                 break
             found.append(node)
