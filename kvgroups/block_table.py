@@ -23,6 +23,11 @@ SLOT_MAPPINGS = get_args(ops.SlotMappingMode)
 
 _LARGEST_ID = int(np.iinfo(np.int32).max)
 
+_ENTRY_BYTES = 12
+"""Of a changed entry on its way to the device: an int64 place and an int32 id."""
+
+_NO_CHANGES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+
 
 class BlockTable:
     """`table[row, logical block] = block id` of one KV-cache group, on the CPU and mirrored on a device.
@@ -287,25 +292,34 @@ class BlockTable:
         Returns:
             Bytes moved; 0 when nothing changed. They grow with new blocks, not with `max_model_len`.
         """
+        places, block_ids = self.changes()
+        moved = update_device(self.device_table, places, block_ids)
+        self.note_committed(len(places))
+        return moved
+
+    def changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the device has not seen.
+
+        Returns:
+            (n,), int64: places, `row * width + column`; (n,), int32: what they hold.
+        """
         rows = np.flatnonzero(self._dirty_start < self._dirty_stop)
         if not len(rows):
-            return 0
+            return _NO_CHANGES
         starts = rows * self.width + self._dirty_start[rows]
         lengths = self._dirty_stop[rows] - self._dirty_start[rows]
         total = int(lengths.sum())
-        # Spans [10, 12) and [30, 33) -> places 10 11 30 31 32.
-        places = np.arange(total) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        places = starts
+        if total > len(rows):  # spans [10, 12) and [30, 33) -> places 10 11 30 31 32
+            places = np.arange(total) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return places, self._table.reshape(-1)[places]
 
-        packed = np.empty(3 * total, dtype=np.int32)  # int64 places first, so that both halves are aligned
-        packed[: 2 * total].view(np.int64)[:] = places
-        packed[2 * total :] = self._table.reshape(-1)[places]
-        moved = to_device(packed, self.device)
-        ops.table_update(self.device_table, moved[: 2 * total].view(torch.int64), moved[2 * total :])
-
-        self._dirty_start[rows] = self.width
-        self._dirty_stop[rows] = 0
-        self.committed_bytes += packed.nbytes
-        return packed.nbytes
+    def note_committed(self, num_entries: int) -> None:
+        """The device has seen all changes, so many entries of them."""
+        if num_entries:
+            self._dirty_start.fill(self.width)
+            self._dirty_stop.fill(0)
+            self.committed_bytes += _ENTRY_BYTES * num_entries
 
     def compute_slot_mapping(self, geometry: BatchGeometry) -> torch.Tensor:
         """The slot of each token of this step in this group. Commit first.
@@ -481,6 +495,28 @@ class BlockTable:
                 f"expected {needed[request]} for {geometry.seq_lens[request]} tokens. Append blocks before "
                 f"the step (NULL_BLOCK_ID for those that no later query can see)."
             )
+
+
+def update_device(table: torch.Tensor, places: np.ndarray, block_ids: np.ndarray) -> int:
+    """Change entries of a table on its device, in one transfer and one scatter.
+
+    Args:
+        table: (rows, width), int32, contiguous.
+        places: (n,), int64, `row * width + column`, distinct.
+        block_ids: (n,), int32.
+
+    Returns:
+        Bytes moved.
+    """
+    total = len(places)
+    if not total:
+        return 0
+    packed = np.empty(3 * total, dtype=np.int32)  # int64 places first, so that both halves are aligned
+    packed[: 2 * total].view(np.int64)[:] = places
+    packed[2 * total :] = block_ids
+    moved = to_device(packed, table.device)
+    ops.table_update(table, moved[: 2 * total].view(torch.int64), moved[2 * total :])
+    return packed.nbytes
 
 
 def slot_mappings(tables: list[BlockTable], geometry: BatchGeometry) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from kvgroups.block_table import BlockTable, slot_mappings
+from kvgroups.block_table import BlockTable, slot_mappings, update_device
 from kvgroups.errors import KVGroupsError, ShapeError, SpecError
 from kvgroups.geometry import BatchGeometry
 from kvgroups.step_buffers import StepBuffers
@@ -66,11 +66,24 @@ class MultiGroupBlockTable:
                     )
         self.tables = dict(tables)
         """Group name -> its table. Change rows through the verbs here wherever groups must stay in step."""
+        self._join_device_tables()
         self.buffers = StepBuffers(self.tables[first].device)
         """What each step's geometry, slots and rows are written to."""
         self._placed: BatchGeometry | None = None
         self.inspector: Inspector | None = None
         """Looks at every slot mapping and at all gathered rows; None outside of debugging."""
+
+    def _join_device_tables(self) -> None:
+        """Put the groups' device tables into one tensor, so that one scatter changes all of them."""
+        sizes = [-(-table.device_table.numel() // 4) * 4 for table in self.tables.values()]  # each aligned to 16 bytes
+        self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        with torch.inference_mode(False):
+            device = next(iter(self.tables.values())).device
+            self._device_tables = torch.zeros((1, sum(sizes)), dtype=torch.int32, device=device)
+            for start, table in zip(self._starts, self.tables.values(), strict=True):
+                own = table.device_table
+                joined = self._device_tables[0, start : start + own.numel()].view(own.shape)
+                table.device_table = joined.copy_(own)
 
     @classmethod
     def from_config(
@@ -188,8 +201,13 @@ class MultiGroupBlockTable:
             table.clear_row(row)
 
     def commit(self) -> int:
-        """Bring every group's device table up to date. Returns the bytes moved."""
-        return sum(table.commit() for table in self.tables.values())
+        """Bring every group's device table up to date, in one transfer and one scatter. Returns the bytes moved."""
+        changes = [table.changes() for table in self.tables.values()]
+        places = np.concatenate([start + each for start, (each, _) in zip(self._starts, changes, strict=True)])
+        moved = update_device(self._device_tables, places, np.concatenate([ids for _, ids in changes]))
+        for table, (_, ids) in zip(self.tables.values(), changes, strict=True):
+            table.note_committed(len(ids))
+        return moved
 
     def compute_slot_mapping(self, geometry: BatchGeometry) -> dict[str, torch.Tensor]:
         """The slot of each token of this step in every group, in one launch. Commit first.

@@ -98,11 +98,17 @@ def test_a_verb_that_one_group_refuses_changes_no_group(verb, arguments, message
     assert tables.commit() == 0
 
 
-def test_one_commit_moves_the_changes_of_all_groups():
+def test_one_commit_moves_the_changes_of_all_groups_in_one_scatter(monkeypatch):
     tables = three_groups()
+    scatters = []
+    original = ops.table_update
+    monkeypatch.setattr(ops, "table_update", lambda *args: scatters.append(args) or original(*args))
     before = tables.committed_bytes
     tables.append_row(0, {"full": [9], "window": [9, 10]})
     assert tables.commit() == 3 * 12
+    assert len(scatters) == 1
+    for table in tables.tables.values():
+        assert table.device_table.tolist() == table.table.tolist()
     assert tables.committed_bytes == before + 36
     assert tables.nbytes == sum(tables[name].nbytes for name in tables.tables)
 
