@@ -145,3 +145,23 @@ def attend(query, pages=None, **options):
 def test_what_the_kernels_refuse(call, reason, triton_backend):
     with pytest.raises(BackendUnavailableError, match=f"{reason}.*backend='(cpu|torch)' serves it"):
         call()
+
+
+def test_a_refusal_lists_every_reason_against_attention(triton_backend):
+    pages = torch.ones(2, 1, 513, 3).double().mT
+    with pytest.raises(BackendUnavailableError) as refusal:
+        attend(torch.ones(1, 129, 513).double(), pages)
+    assert str(refusal.value) == (
+        "paged_attention: backend 'triton' does not serve this call (triton: needs float32, bfloat16 or float16, got "
+        "torch.float64; needs head dims of at most 512, got 513 and 513; needs at most 128 query heads per KV head, got "
+        "129; needs key_cache contiguous over its last dimension, got stride 3; needs value_cache contiguous over its "
+        "last dimension, got stride 3). backend='torch' serves it."
+    )
+
+
+def test_attention_on_a_cpu_tensor_outside_the_interpreter_is_refused(monkeypatch, triton_backend):
+    from kvgroups.kernels.paged_attention import triton_impl as attention
+
+    monkeypatch.setattr(attention, "INTERPRETED", False)
+    with pytest.raises(BackendUnavailableError, match="needs tensors on a GPU, or on the CPU with Triton's interpreter"):
+        attend(torch.ones(1, 2, 4))
