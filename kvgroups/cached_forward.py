@@ -235,7 +235,7 @@ class CachedForward:
             assert checkpoint is not None  # set for this forward
             if checkpoint.num_tokens == request.num_computed_tokens + 1:
                 for name, slot in checkpoint.slots.items():
-                    manager.storage(name).copy_block(int(request.tables[name].table[request.row, 0]), slot)
+                    manager.storage(name).copy_blocks([int(request.tables[name].table[request.row, 0])], [slot])
 
     # Rows and positions
 

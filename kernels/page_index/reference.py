@@ -24,7 +24,7 @@ def pack_intervals(block_table, seq_lens, *, block_size):
     intervals = block_table.new_zeros(*block_table.shape, 2)
     counts = torch.zeros_like(seq_lens, dtype=torch.int32)
     for request, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
-        runs = []
+        runs: list[list[int]] = []
         for block in row[: -(-seq_len // block_size)]:
             if runs and block == sum(runs[-1]) and runs[-1][0] != NULL_BLOCK_ID:
                 runs[-1][1] += 1
