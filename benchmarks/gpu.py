@@ -7,6 +7,7 @@
     decode    attention of one token per request: share of the measured copy bandwidth, by the bytes of K and V
     prefill   TFLOP/s against torch's SDPA and FlexAttention, causal, on dense K and V
     states    single-step updates: share of the copy bandwidth, by the bytes of the states, read and written
+    scans     packed prompts through the convolution and the scans of Mamba-1 and Mamba-2: tokens per second of one layer
     tables    slot mapping of three groups and the commit of changed entries, microseconds of device time
     generate  tokens per second of random models of real shapes against eager `generate`
 
@@ -230,6 +231,48 @@ def states(bench: Bench) -> Iterator[Result]:
         yield {**case, "us": seconds * 1e6, "share_of_copy": share}
 
 
+def scans(bench: Bench) -> Iterator[Result]:
+    for lengths in ((19, 3),) if bench.tiny else ((4096,), (512,) * 8, (16_384,)):
+        case = {"prompts": len(lengths), "tokens": sum(lengths)}
+        reason = bench.why_not(sum(lengths) << 19)
+        if reason:
+            yield {**case, "left_out": reason}
+            continue
+        slots = bench.int32(range(1, len(lengths) + 1))
+        starts = torch.cumsum(bench.int32([0, *lengths]), 0, dtype=torch.int32)
+        step = {"query_start_loc": starts, "initial_slots": slots, "final_slots": slots}
+        for operation, operands, states, own in scan_calls(bench, sum(lengths), len(lengths) + 1):
+            options = step | own
+
+            def scan(states=states, operands=operands, backend="triton", operation=operation, options=options):
+                return getattr(ops, operation)(*operands, states, **options, backend=backend)
+
+            exact = [each if each is None else each.float() for each in operands]
+            ours, theirs = states.clone(), states.clone()
+            require(operation, scan(ours).to(bench.dtype), scan(theirs, exact, "torch"))
+            require(f"{operation}, states", ours[1:].to(bench.dtype), theirs[1:])
+            seconds = bench.seconds(scan)
+            yield {**case, "operation": operation, "us": seconds * 1e6, "tokens_per_s": sum(lengths) / seconds}
+
+
+def scan_calls(bench: Bench, count: int, num_slots: int) -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor, Result]]:
+    """Name, operands, states and options of each operation on `count` packed tokens."""
+    channels, heads, width, state = (32, 2, 16, 16) if bench.tiny else (8192, 128, 64, 128)
+    x, dt = bench.randn(count, channels), bench.randn(count, channels)
+    A = -bench.randn(channels, 16, dtype=torch.float32).exp()
+    b, c = bench.randn(2, count, 16)
+    b2, c2 = bench.randn(2, count, 1, state)
+    by_head = x[:, : heads * width].view(count, heads, width)
+
+    def held(*shape: int) -> torch.Tensor:
+        return bench.randn(num_slots, *shape, dtype=torch.float32)
+
+    yield "causal_conv1d", (x, bench.randn(channels, 4), None), held(channels, 4), {"activation": "silu"}
+    yield "selective_scan", (x, dt, A, b, c), held(channels, 16), {"dt_softplus": True}
+    options = {"chunk_size": 256, "dt_softplus": True}
+    yield "ssd_scan", (by_head, dt[:, :heads], A[:heads, 0], b2, c2), held(heads, width, state), options
+
+
 def tables(bench: Bench) -> Iterator[Result]:
     for requests in (2,) if bench.tiny else (8, 64, 256):
         width = 4 if bench.tiny else 4096
@@ -297,7 +340,7 @@ def random_model(bench: Bench, name: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-SECTIONS = {"decode": decode, "prefill": prefill, "states": states, "tables": tables, "generate": generate}
+SECTIONS = {"decode": decode, "prefill": prefill, "states": states, "scans": scans, "tables": tables, "generate": generate}
 
 
 def markdown(found: dict[str, Any], results: dict[str, list[Result]]) -> str:

@@ -25,7 +25,9 @@ def test_every_section_runs_and_the_files_say_that_nothing_was_measured(tmp_path
     assert "| head_dim | context | batch | window | us | share_of_copy |" in table
 
 
-@pytest.mark.parametrize("section, operation", [("decode", "paged_attention"), ("tables", "slot_mapping")])
+@pytest.mark.parametrize(
+    "section, operation", [("decode", "paged_attention"), ("tables", "slot_mapping"), ("scans", "ssd_scan")]
+)
 def test_a_wrong_kernel_is_not_timed(section, operation, tmp_path, monkeypatch):
     form = dispatch.FORMS[operation]["triton"]
     wrong = replace(form, run=lambda *args, **kwargs: form.run(*args, **kwargs) + 1)
