@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from kvgroups.errors import KVGroupsError
+from kvgroups.manager import Manager
+from kvgroups.multi_group_block_table import MultiGroupBlockTable
 from kvgroups.pending_ops import PendingOps
 
 GROUPS = {"full": (16,), "ring": (10, 4), "state": ()}
@@ -129,3 +131,18 @@ def test_poison_is_nan_in_every_float_dtype(make_bench):
     bench.manager.pending.poison("full", row[:1])
     bench.manager.drain()
     assert keys[row[0]].isnan().all() and (keys[row[1:]] == 1).all()
+
+
+def test_an_arena_without_bytes_has_nothing_to_copy(make_bench):
+    """Plans and benchmarks keep accounts on the meta device."""
+    config = make_bench(GROUPS).config
+    manager, tables = Manager(config, "meta"), MultiGroupBlockTable.from_config(config)
+    request = manager.open(tables, 0)
+    for _ in range(2):
+        manager.allocate([request], [20])
+        manager.drain()
+        manager.advance([request], [20])
+        manager.fork(request, tables, 1 + len(manager.usage().requests))
+    manager.drain()
+    assert not manager.pending
+    manager.check()
