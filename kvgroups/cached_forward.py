@@ -11,7 +11,7 @@ import torch
 
 from kvgroups.batch_plan import Pass, last_columns, merge_outputs, plan_passes, repeat_rows, slice_inputs
 from kvgroups.errors import ShapeError, UnsupportedCallError
-from kvgroups.forward_inputs import PER_TOKEN, batch_shape, check_losses, prepend_pending
+from kvgroups.forward_inputs import PER_TOKEN, batch_shape, check_losses, kept_columns, prepend_pending
 from kvgroups.geometry import BatchGeometry
 from kvgroups.manager import Request
 from kvgroups.model_adapters import GroupStep, StateLayer, Step
@@ -50,6 +50,8 @@ class CachedForward:
         self.states_touched = False
         self.checkpoints_moved = False
         self.batch_size, self.num_new = batch_shape(inputs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = kept_columns(inputs["logits_to_keep"])
         mask = inputs.pop("attention_mask", None)
         self.is_real = cache.history.real_columns(mask, self.batch_size, self.num_new)
         self.is_hidden = cache.history.hidden_tail(mask, self.num_new)
@@ -130,6 +132,10 @@ class CachedForward:
             self.states_touched = bool(self.context.mixers)
             with self.settings(), self._running(step) as state_layers:
                 output = self.model_forward(**inputs)
+                step.check_served()
+                for layer in state_layers:
+                    layer.check_used()
+                self.states_touched = True  # an interrupt between two writes leaves neither before nor after
                 step.finish()
                 for layer in state_layers:
                     layer.commit(step)

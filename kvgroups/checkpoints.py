@@ -114,5 +114,6 @@ class Checkpoints:
                 group.forget(int(group.row_blocks(request)[-1]))
         request.checkpoint = None  # its slots are the running ones now
         target = request.num_computed_tokens - num_tokens
+        request.num_written = max(request.num_written, request.num_computed_tokens)
         request.num_computed_tokens = request.num_allocated_tokens = base
         return target - base

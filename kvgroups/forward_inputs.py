@@ -43,9 +43,28 @@ def batch_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
         raise ShapeError(f"input_ids: expected at least one row and one token, got {tuple(tokens.shape)}")
     _check_positions(_tensor(inputs, "position_ids"), batch_size, num_columns)
     keep = inputs.get("logits_to_keep")
-    if isinstance(keep, torch.Tensor) and keep.ndim != 1:
-        raise ShapeError(f"logits_to_keep: expected an int or (columns,) int64, got {_describe(keep)}")
+    if isinstance(keep, torch.Tensor):
+        _check_kept(keep, num_columns)
     return batch_size, num_columns
+
+
+def kept_columns(logits_to_keep: int | torch.Tensor) -> int | torch.Tensor:
+    """A mask of columns, (columns,) bool, as their indices; anything else as it is."""
+    if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dtype == torch.bool:
+        return logits_to_keep.nonzero().squeeze(1)
+    return logits_to_keep
+
+
+def _check_kept(keep: torch.Tensor, num_columns: int) -> None:
+    is_mask = keep.dtype == torch.bool
+    if keep.ndim != 1 or not (is_mask or _is_integer(keep)) or (is_mask and len(keep) != num_columns):
+        raise ShapeError(
+            f"logits_to_keep: expected an int, (n,) int64 or ({num_columns},) bool, got {_describe(keep)}"
+        )
+    if not is_mask and bool(((keep < -num_columns) | (keep >= num_columns)).any()):
+        raise ShapeError(
+            f"logits_to_keep: expected columns from {-num_columns} to {num_columns - 1}, got {keep.tolist()}"
+        )
 
 
 def check_losses(inputs: Mapping[str, Any], is_real: np.ndarray) -> None:

@@ -364,7 +364,8 @@ class GroupManager:
         if isinstance(spec, MambaSpec):
             return
         if self.demand.ring_blocks:
-            kept = request.num_computed_tokens - self.demand.ring_blocks * size
+            written = max(request.num_written, request.num_computed_tokens)
+            kept = written - self.demand.ring_blocks * size
             is_kept = base == request.num_computed_tokens or kept <= spec.first_visible(base)
         else:
             blocks = self.row_blocks(request)

@@ -128,8 +128,9 @@ class TokenHistory:
         if token_ids is None:
             token_ids = torch.full((batch_size, num_new), _UNKNOWN)
             self._first_known = self.num_columns
-        self._ids.append(token_ids.detach())
-        self.positions = positions
+        # Copies: callers reuse their buffers.
+        self._ids.append(token_ids.detach().clone())
+        self.positions = None if positions is None else positions.detach().clone()
         self.pending = None
 
     def num_tokens(self, batch_size: int) -> list[int]:

@@ -270,6 +270,7 @@ class Manager:
                 row,
                 request.num_computed_tokens,
                 request.num_allocated_tokens,
+                num_written=request.num_written,
                 num_released=dict(request.num_released),
                 extra=request.extra,
                 hit=request.hit,

@@ -30,6 +30,8 @@ class Request:
     num_computed_tokens: int = 0
     num_allocated_tokens: int = 0
     """Tokens that `allocate` has provided for; more than are computed only while a step runs."""
+    num_written: int = 0
+    """The most tokens that it had before it went back: a ring has lost what lies R blocks behind them."""
     max_rewind: int = 0
     """Tokens that windows keep beyond what the next query sees, if more than the config's `max_rewind`."""
     checkpoint: Checkpoint | None = None

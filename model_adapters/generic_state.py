@@ -62,15 +62,14 @@ class StateLayer(LinearAttentionLayer):
                 self.is_recurrent_states_initialized[index] = True
         self._has_previous_state = dict.fromkeys(range(self.number_of_states), not step.is_fresh)
 
-    def commit(self, step: Step) -> None:
-        """Write the states that the layer left back to their slots.
-
-        Raises:
-            UnsupportedCallError: if nothing asked for the layer's states, so that they are not those after the step.
-        """
+    def check_used(self) -> None:
+        """Raise UnsupportedCallError if nothing asked for the layer's states, so that they are not those after the step."""
         if not self.was_used:
             index = self.state_facts.index
             raise UnsupportedCallError(f"layer {index}: its states were not used in this forward; {CAUSES}")
+
+    def commit(self, step: Step) -> None:
+        """Write the states that the layer left back to their slots."""
         if self.is_fused:
             return
         slots = step.groups[self.state_group.name].block_table[:, 0]

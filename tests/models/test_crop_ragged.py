@@ -66,6 +66,45 @@ def test_a_crop_after_a_crop(family):
     assert_close(logits[1], oracle_logits(model, [*second[:13], 50, 51])[-2:])
 
 
+@pytest.mark.parametrize("mode", ["paged", "ring"])
+def test_a_ring_does_not_forget_what_it_has_overwritten(mode):
+    """Back by 5 of 40 tokens and by 5 more: a paged window of 8 still holds tokens 23 to 30, a ring of 12 lost 23 to 27."""
+    model = tiny("gemma3_text")
+    options = {"slot_mapping": {"window": mode}, "block_size": {"window": 4}, "max_rewind": 5}
+    kvgroups.patch(model, kvgroups.infer_config(model, **options))
+    cache, tokens = kvgroups.GroupedCache(model), row(40)
+    feed(model, cache, [tokens[:35]])
+    feed(model, cache, [tokens[35:]])
+    twin = copy.deepcopy(cache)
+    for each in (cache, twin):
+        each.crop(-5)
+        left = 35
+        if mode == "ring":
+            with pytest.raises(UnsupportedCallError, match="'window' has let go of tokens"):
+                copy.deepcopy(each).crop(-5)
+            with pytest.raises(UnsupportedCallError, match="'window' has let go of tokens"):
+                each.crop(-5)
+        else:
+            each.crop(-5)
+            left = 30
+        assert_close(feed(model, each, [[50]])[0], oracle_logits(model, [*tokens[:left], 50])[-1:])
+
+
+@pytest.mark.parametrize("family", ["bamba", "lfm2"])
+def test_callers_reuse_their_buffers(family):
+    """Tokens that are fed again after a crop are those that were fed, whatever their tensors hold by then."""
+    model = kvgroups.patch(tiny(family))
+    cache, tokens = kvgroups.GroupedCache(model, max_rewind=8), row(20)
+    feed(model, cache, [tokens[:14]])
+    ids, positions = torch.tensor([tokens[14:]]), torch.arange(14, 20)[None]
+    with torch.no_grad():
+        model(ids, cache=cache, position_ids=positions)
+    cache.crop(-3)
+    ids.fill_(5)
+    positions.zero_()
+    assert_close(feed(model, cache, [[50]])[0], oracle_logits(model, [*tokens[:17], 50])[-1:])
+
+
 @pytest.mark.parametrize("family", ["llama", "bamba"])
 def test_rows_are_reordered_between_crop_and_forward(family):
     model, cache, first, second = ragged(family)

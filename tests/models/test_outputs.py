@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvgroups
-from kvgroups.errors import UnsupportedCallError
+from kvgroups.errors import ShapeError, UnsupportedCallError
 from kvgroups.testing import tiny
 from kvgroups.testing.oracle import oracle_logits
 
@@ -102,6 +102,36 @@ def test_chosen_logits_come_in_the_callers_order(fused, keep):
     for row in (0, 2):
         assert_close(got[row], whole[row][keep])
         assert_close(whole[row], oracle_logits(model, ROWS[row]))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_mask_of_columns_chooses_as_in_eager(fused):
+    """Also where tokens are fed again before the new ones, and the mask is of the new ones only."""
+    model = kvgroups.patch(tiny("bamba"), fused=fused)
+    keep = torch.tensor([False, True, False, True, False, False, False, False, True])
+    got = forward(model, ROWS, logits_to_keep=keep).logits
+    for row in range(3):
+        assert_close(got[row], oracle_logits(model, ROWS[row])[keep])
+    if fused:
+        cache = kvgroups.GroupedCache(model, max_rewind=4)
+        with torch.no_grad():
+            model(ROWS[:, :6], cache=cache)
+            cache.crop(-2)
+            got = model(ROWS[:, 4:8], cache=cache, logits_to_keep=torch.tensor([False, False, True, False])).logits
+        assert_close(got[0], oracle_logits(model, ROWS[0])[6:7])
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        (torch.tensor([9]), "columns from -9 to 8, got"),
+        (torch.tensor([True, False]), r"an int, \(n,\) int64 or \(9,\) bool, got \(2,\) bool"),
+        (torch.tensor([1.0]), r"got \(1,\) float32"),
+    ],
+)
+def test_columns_that_there_are_not(keep, words):
+    with pytest.raises(ShapeError, match=words):
+        forward(kvgroups.patch(tiny("llama")), ROWS, logits_to_keep=keep)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
