@@ -141,12 +141,12 @@ def _dense(
 
 
 def decode_cases(quick: bool) -> Iterator[tuple[tuple[str, ...], Case]]:
-    batches, contexts = ((1,), (256,)) if quick else ((1, 4, 16, 32), (256, 1024, 8192))
+    batches, contexts = ((1,), (256,)) if quick else ((1, 4, 32), (256, 1024, 8192))
     for name, dtype in DTYPES.items():
         for heads in [*HEADS][: 1 if quick else None]:
             for batch in batches:
                 for context in contexts:
-                    if batch * context <= 65536:
+                    if batch * context <= 32768:
                         case = attention_case(HEADS[heads], dtype, batch=batch, computed=context, queries=1)
                         yield (name, heads, f"{batch} x {context}"), case
 
@@ -165,9 +165,87 @@ def prefill_cases(quick: bool) -> Iterator[tuple[tuple[str, ...], Case]]:
                 yield (name, heads, what), case
 
 
+def state_cases(quick: bool) -> Iterator[tuple[tuple[str, ...], Case]]:
+    from transformers.models.mamba import modeling_mamba
+    from transformers.models.mamba2 import modeling_mamba2
+
+    shapes = {"mamba1 2048 x 16": (2048, 16), "mamba2 32 x 64 x 128": (32, 64, 128)}
+    for name, dtype in DTYPES.items():
+        for batch in (1,) if quick else (1, 8, 32):
+            for what, shape in shapes.items():
+                eager = (
+                    modeling_mamba.mamba_selective_state_update
+                    if len(shape) == 2
+                    else modeling_mamba2.mamba2_selective_state_update
+                )
+                yield (name, what, f"batch {batch}"), update_case(shape, dtype, batch, eager)
+            yield (name, "convolution 2048 x 4", f"batch {batch}"), convolution_case(
+                2048, 4, dtype, batch, modeling_mamba.causal_conv1d_update
+            )
+
+
+def update_case(shape: tuple[int, ...], dtype: torch.dtype, batch: int, eager: Callable[..., Any]) -> Case:
+    """One token through the recurrence; states are fp32, as transformers keeps them for both."""
+    *inner, state_size = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    calls: dict[str, list[Callable[[], Any]]] = {"dense": []}
+    for _ in range(LAYERS):
+        states = torch.randn(batch + 1, *shape, generator=generator)
+        groups = [1] if len(shape) == 3 else []
+        x, dt, b, c = randn(batch, *inner), randn(batch, *inner), *randn(2, batch, *groups, state_size)
+        a, d, bias = -torch.rand(shape, generator=generator), randn(*inner), randn(*inner)
+        if len(shape) == 3:  # one step size and one decay a head
+            dt, bias = dt[..., :1].expand(batch, *inner), bias[:, :1].expand(*inner)
+            a = a[:, :1, :1].expand(*shape)
+        slots, options = torch.randperm(batch, generator=generator) + 1, {"D": d, "dt_bias": bias, "dt_softplus": True}
+        dense = states[1:].clone()
+        calls["dense"].append(
+            lambda state=dense, x=x, dt=dt, a=a, b=b, c=c, options=options: eager(state, x, dt, a, b, c, **options)
+        )
+        for backend in backends("selective_state_update"):
+            calls.setdefault(backend, []).append(
+                lambda states=states, slots=slots, x=x, dt=dt, a=a, b=b, c=c, options=options, backend=backend: (
+                    ops.selective_state_update(states, slots, x, dt, a, b, c, **options, backend=backend)
+                )
+            )
+    return {name: each_layer(layers) for name, layers in calls.items()}
+
+
+def convolution_case(
+    channels: int, width: int, dtype: torch.dtype, batch: int, eager: Callable[..., Any]
+) -> Case:
+    """One token through a causal convolution."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    calls: dict[str, list[Callable[[], Any]]] = {"dense": []}
+    for _ in range(LAYERS):
+        states, x = randn(batch + 1, channels, width), randn(batch, channels)
+        weight, bias = randn(channels, width), randn(channels)
+        slots = torch.randperm(batch, generator=generator) + 1
+        dense = states[1:].clone()
+        calls["dense"].append(
+            lambda state=dense, x=x[:, :, None], weight=weight, bias=bias: eager(x, state, weight, bias, "silu")
+        )
+        for backend in backends("causal_conv1d_update"):
+            calls.setdefault(backend, []).append(
+                lambda states=states, slots=slots, x=x, weight=weight, bias=bias, backend=backend: (
+                    ops.causal_conv1d_update(x, states, slots, weight, bias, activation="silu", backend=backend)
+                )
+            )
+    return {name: each_layer(layers) for name, layers in calls.items()}
+
+
 TABLES: dict[str, Callable[[bool], Iterator[tuple[tuple[str, ...], Case]]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
+    "states": state_cases,
 }
 
 
