@@ -10,10 +10,13 @@ from pathlib import Path
 PATH = Path(__file__).with_name("_cpu.so")
 """Where setup.py puts it, in a checkout and in a wheel."""
 
-INTERFACE = 2
+INTERFACE = 3
 """What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
 
-FUNCTIONS = tuple(f"kvgroups_{name}" for name in ("interface", "isa", "has_openmp", "paged_attention", "write_kv"))
+FUNCTIONS = tuple(
+    f"kvgroups_{name}"
+    for name in ("interface", "isa", "has_openmp", "paged_attention", "write_kv", "state_update")
+)
 """What it exports; each returns an int64."""
 
 ISAS = {1: "neon", 2: "avx2", 3: "avx512"}

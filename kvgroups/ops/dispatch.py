@@ -37,6 +37,7 @@ from kvgroups.kernels.ssd_scan import reference as ssd_scan_reference
 from kvgroups.kernels.ssd_scan import torch_impl as ssd_scan_torch
 from kvgroups.kernels.state_slots import reference as state_slots_reference
 from kvgroups.kernels.state_slots import torch_impl as state_slots_torch
+from kvgroups.kernels.state_update import cpu_impl as state_update_cpu
 from kvgroups.kernels.state_update import reference as state_update_reference
 from kvgroups.kernels.state_update import torch_impl as state_update_torch
 from kvgroups.kernels.table_update import reference as table_update_reference
@@ -185,6 +186,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "selective_state_update": {
         "triton": _triton("state_update", "selective_state_update"),
+        "cpu": _cpu(state_update_cpu, "selective_state_update"),
         "torch": Form(state_update_torch.selective_state_update),
         "reference": Form(state_update_reference.selective_state_update),
     },

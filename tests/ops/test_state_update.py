@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from kvgroups import ops
-from kvgroups.errors import ShapeError
+from kvgroups.errors import BackendUnavailableError, ShapeError
+from kvgroups.kernels.cpu_library import cpu_library
 from kvgroups.kernels.state_update import torch_impl
-from kvgroups.ops import dispatch
+from tests.ops.conftest import needs_interpreter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS, HEAD_DIM, STATE_SIZE = 4, 3, 5
@@ -17,11 +18,15 @@ SLOTS = torch.tensor([5, 2, 9, 0], dtype=torch.int32)
 """Rows 0, 1 and 2 on slots 5, 2 and 9; row 3 is padding."""
 
 
-@pytest.fixture
-def backend(backend):
-    if backend not in dispatch.FORMS["selective_state_update"]:
-        pytest.skip("has no such form")
-    return backend
+@pytest.fixture(params=["reference", "torch", "cpu", pytest.param("triton", marks=needs_interpreter)])
+def backend(request):
+    """The forms of `conftest.py` and the C++ one."""
+    if request.param == "cpu" and cpu_library().functions is None:
+        pytest.skip(cpu_library().reason)
+    dtypes = [value for value in request.node.callspec.params.values() if isinstance(value, torch.dtype)]
+    if request.param == "cpu" and dtypes not in ([], [torch.float32]):
+        pytest.skip("is for fp32 only, see test_the_cpu_form_is_for_fp32")
+    return request.param
 
 
 def drawing(dtype=torch.float32, seed=0):
@@ -294,3 +299,47 @@ def test_a_wrong_call_is_refused(form, changed, message):
     ops.selective_state_update(**arguments)
     with pytest.raises(ShapeError, match=message):
         ops.selective_state_update(**arguments | changed)
+
+
+needs_cpu_kernels = pytest.mark.skipif(cpu_library().functions is None, reason=cpu_library().reason or "built")
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_the_cpu_form_is_for_fp32(form, nan_arena):
+    """In 16 bits transformers rounds in between, and so does the torch form: auto goes on to it."""
+    args, given = form(torch.bfloat16)
+    _, states, _ = filled(nan_arena, args)
+    with pytest.raises(BackendUnavailableError, match="needs x in float32, got bfloat16.*backend='torch' serves it"):
+        ops.selective_state_update(states, SLOTS, *args, backend="cpu", **given)
+    assert ops.selective_state_update(states, SLOTS, *args, **given).dtype == torch.bfloat16
+
+
+@needs_cpu_kernels
+def test_the_cpu_form_updates_large_states_on_any_number_of_threads_alike(nan_arena):
+    """Heads of more rows than a thread takes at once, and rows that no vector divides."""
+    draw, inner = drawing(), (3, 130)
+    A = -drawing(seed=1)(*inner, 37).exp()
+    args = draw(4, *inner), draw(4, *inner), A, draw(4, 1, 37), draw(4, 1, 37)
+    _, states, _ = filled(nan_arena, args)
+    _, again, _ = filled(nan_arena, args)
+    threads = torch.get_num_threads()
+    one = ops.selective_state_update(states, SLOTS, *args, dt_softplus=True, backend="cpu")
+    torch.set_num_threads(threads + 2)
+    try:
+        other = ops.selective_state_update(again, SLOTS, *args, dt_softplus=True, backend="cpu")
+    finally:
+        torch.set_num_threads(threads)
+    assert one[:3].isfinite().all()
+    assert torch.equal(one[:3], other[:3])
+    assert torch.equal(states[SLOTS[:3].long()], again[SLOTS[:3].long()])
+
+
+@needs_cpu_kernels
+def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(nan_arena, assert_same_bits):
+    args, given = mamba2()
+    arena, states, _ = filled(nan_arena, args)
+    before = arena.clone()
+    with pytest.raises(IndexError, match="slots: expected slots from 0 to 11, got 0 to 12"):
+        ops.selective_state_update(states, torch.tensor([5, 12, 0, 1]), *args, backend="cpu", **given)
+    assert_same_bits(arena, before)
