@@ -127,9 +127,19 @@ INLINE Vector sums(const Vector* vectors) {
   }
 }
 
+template <int HALF, int... lane>
+INLINE Vector folded(Vector vector, std::integer_sequence<int, lane...>) {
+  return vector + shuffled<(lane ^ HALF)...>(vector, vector);
+}
+
+// The sum of the lanes, added as `sums` adds them.
+template <int HALF = WIDTH / 2>
 INLINE float sum(Vector vector) {
-  Vector vectors[WIDTH] = {vector};
-  return sums(vectors)[0];
+  if constexpr (HALF == 0) {
+    return vector[0];
+  } else {
+    return sum<HALF / 2>(folded<HALF>(vector, std::make_integer_sequence<int, WIDTH>()));
+  }
 }
 
 INLINE Vector select(Integers where, Vector yes, Vector no) { return where ? yes : no; }
