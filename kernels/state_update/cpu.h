@@ -1,7 +1,6 @@
-// One token a request through the recurrence of Mamba-1 or Mamba-2, in fp32.
+// One token a request through the recurrence of Mamba-2, in fp32.
 //
-// Mamba-1 is Mamba-2 with one head as wide as all channels and one SSM group. P is a head's width, N the size of
-// a row of the state, which is contiguous.
+// P is a head's width: so many rows has its state, and each is contiguous.
 
 #pragma once
 

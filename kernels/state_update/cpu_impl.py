@@ -1,6 +1,7 @@
 """One token per request through the recurrence in C++: each state is read and written once, where it lies.
 
-For fp32 only: in 16 bits the torch form rounds where transformers does, so that a model decodes to the same tokens.
+For Mamba-2 in fp32. In 16 bits the torch form rounds where transformers does, so that a model decodes to the same
+tokens; and the states of Mamba-1 are so small that the torch form is as fast.
 """
 
 from struct import Struct
@@ -17,7 +18,8 @@ def refusals(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_
     """The reasons against this form for a call."""
     named = {"states": states, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     given = {name: tensor for name, tensor in named.items() if tensor is not None}
-    reasons = [
+    reasons = [] if x.dim() == 3 else ["needs the heads of Mamba-2, got the channels of Mamba-1"]
+    reasons += [
         f"needs {name} in float32, got {str(tensor.dtype).removeprefix('torch.')}"
         for name, tensor in given.items()
         if tensor.dtype != torch.float32
@@ -34,20 +36,15 @@ def refusals(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_
 
 def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_bias=None, dt_softplus=False):
     """See `kvgroups.ops.selective_state_update`."""
-    library, slots, is_mamba1 = cpu_library(), slots.contiguous(), x.dim() == 2
+    library, slots = cpu_library(), slots.contiguous()
     output = torch.empty(x.shape)
-    num_reqs, *inner = x.shape
-    num_heads, head_dim = (1, *inner) if is_mamba1 else inner
-    state_strides = states.stride()[:-1]
+    num_reqs, num_heads, head_dim = x.shape
     call = CALL.pack(
         states.data_ptr(),
-        *((state_strides[0], 0, state_strides[1]) if is_mamba1 else state_strides),
+        *states.stride()[:-1],
         *(slots.data_ptr(), slots.dtype == torch.int64, output.data_ptr()),
-        *(field for tensor in (x, dt, z) for field in _floats(tensor, 1 if is_mamba1 else None)),
-        *_floats(A, 0 if is_mamba1 else None),
-        *(field for tensor in (B, C) for field in _floats(tensor, 1 if is_mamba1 else None)),
-        *(field for tensor in (D, dt_bias) for field in _floats(tensor, 0 if is_mamba1 else None)),
-        *(num_reqs, len(states), num_heads, 1 if is_mamba1 else B.shape[1], head_dim, states.shape[-1], dt_softplus),
+        *(field for tensor in (x, dt, z, A, B, C, D, dt_bias) for field in _floats(tensor)),
+        *(num_reqs, len(states), num_heads, B.shape[1], head_dim, states.shape[-1], dt_softplus),
         *(torch.get_num_threads(), library.isa),
     )
     if library.functions.kvgroups_state_update(call):
@@ -57,11 +54,8 @@ def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_
     return output
 
 
-def _floats(tensor, missing_dim):
-    """`Floats3` in cpu.h: Mamba-1 has no dimension of heads or groups, which goes in at `missing_dim`."""
+def _floats(tensor):
+    """`Floats3` in cpu.h."""
     if tensor is None:
         return 0, 0, 0, 0
-    strides = list(tensor.stride())
-    if missing_dim is not None:
-        strides.insert(missing_dim, 0)
-    return tensor.data_ptr(), *strides, *[0] * (3 - len(strides))
+    return tensor.data_ptr(), *tensor.stride(), *[0] * (3 - tensor.dim())
