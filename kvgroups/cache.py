@@ -21,7 +21,7 @@ from kvgroups.history import TokenHistory
 from kvgroups.manager import Manager
 from kvgroups.model_adapters import AttentionLayer, FusedMixer, HybridLayer, Running, StateLayer
 from kvgroups.rows import CacheRows, free_all
-from kvgroups.specs import KVGroupsConfig
+from kvgroups.specs import KVGroupsConfig, SlidingWindowSpec
 from kvgroups.specs.probe import LayerFacts
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -272,8 +272,12 @@ class GroupedCache(Cache):
     def _ring_slack(self) -> int:
         """Tokens that every ring keeps beyond its window."""
         config = self.context.config
-        rings = [(group, config.ring_blocks(group)) for group in config.groups if group.slot_mapping == "ring"]
-        return min((blocks * group.block_size - group.spec.sliding_window + 1 for group, blocks in rings), default=2**31)
+        slacks = (
+            blocks * group.block_size - group.spec.sliding_window + 1
+            for group in config.groups
+            if isinstance(group.spec, SlidingWindowSpec) and (blocks := config.ring_blocks(group))
+        )
+        return min(slacks, default=2**31)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last columns of every row back, as if they had not been fed.

@@ -276,8 +276,8 @@ class CachedForward:
         """
         ids, positions = self.inputs.get("input_ids"), self.inputs.get("position_ids")
         is_decode = self.num_columns == 1 and len(self.rows) > 0
-        is_shareable = ids is not None and not self._wants_all_rows() and (positions is None or positions.ndim == 2)
-        if self.batch_size == 1 or is_decode or not is_shareable:
+        is_shareable = not self._wants_all_rows() and (positions is None or positions.ndim == 2)
+        if self.batch_size == 1 or is_decode or ids is None or not is_shareable:
             return list(range(self.batch_size))
         host = ids.cpu().numpy()
         keys = [(real.tobytes(), row[real].tobytes()) for row, real in zip(host, self.is_real, strict=True)]
