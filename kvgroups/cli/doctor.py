@@ -90,6 +90,7 @@ def _print(found: dict[str, Any]) -> None:
     console.print(facts)
     for device, operations in found["operations"].items():
         console.print(_table(device, operations))
+        console.print("takes: what auto runs; or else: where a call goes that this refuses; if asked for: by name only")
         reasons = {
             f"{name}: {'; '.join(against)}"
             for backends in operations.values()

@@ -33,7 +33,10 @@ def kernels(
             raise UsageError(f"--target: expected one of {', '.join(TARGETS)}, got {unknown[0]}.")
         if find_spec("triton") is None:
             raise UsageError("kernels: needs the package triton, which is not installed. pip install triton")
-        reports = [compile_for(name, every) for name in dict.fromkeys(target)]
+        reports = []
+        for name in dict.fromkeys(target):
+            typer.echo(f"compiling for {name}: a minute or so, {'ten' if every else 'two'} on a busy machine", err=True)
+            reports.append(compile_for(name, every))
     if as_json:
         typer.echo(json.dumps({"reports": reports}, indent=2))
     else:

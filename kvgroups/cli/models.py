@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-"""Names that `--dtype` takes."""
+DTYPES = {
+    "float32": "float32", "float64": "float64", "bfloat16": "bfloat16", "float16": "float16",
+    "fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16",
+}  # fmt: skip
+"""Names that `--dtype` takes, and torch's."""
 
 
 _HUB_TIMEOUT = 5.0
@@ -35,7 +38,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
     if name not in DTYPES:
         raise UsageError(f"--dtype {name!r}: expected one of {', '.join(DTYPES)}")
-    return getattr(torch, name)
+    return getattr(torch, DTYPES[name])
 
 
 def load_model(

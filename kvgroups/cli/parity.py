@@ -137,7 +137,7 @@ def _check_all(models: list[str], request: _Request, outcome: _Outcome, console:
 
             model, tokenizer = load_model(name, **request.load)
             if tokenizer is None and request.check["prompts"] is not None:
-                raise UsageError(f"--prompts: {name} has no tokenizer; leave it out and ids are made up")
+                raise UsageError(f"--prompts: {name} has no tokenizer; leave it out, and random token ids are asked")
             try:
                 report = check_parity(model, tokenizer=tokenizer, name=name, progress=show, **request.check)
             except UnsupportedModelError as error:

@@ -173,7 +173,7 @@ def _requests(plan: MemoryPlan) -> Table:
 
 def _schemes(plan: MemoryPlan) -> Table:
     """How many requests of one length fit, and how long as many as are asked for may be."""
-    table = _table("requests that fit", *_lengths(plan), f"{plan.num_requests} of")
+    table = _table("requests that fit", *_lengths(plan), f"{plan.num_requests} requests of up to")
     for scheme in plan.schemes:
         table.add_row(
             scheme.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,11 @@ def _rows(prompts: Any, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
         prompts = prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()]
     if isinstance(prompts, str):
         prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UnsupportedCallError(
+            f"prompts: expected texts, lists of token ids or a tensor, got {type(prompts).__name__}; a tokenizer goes into "
+            "tokenizer=..."
+        )
     return tuple(_ids(prompt, tokenizer) for prompt in prompts)
 
 

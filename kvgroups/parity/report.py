@@ -203,6 +203,9 @@ class ParityReport(_Frozen):
             else f"{self.model}: nothing was compared: {unproven}"
         )
 
+    def __str__(self) -> str:
+        return self.render()
+
     def __rich__(self) -> RenderableType:
         from kvgroups.parity.render import render_report
 

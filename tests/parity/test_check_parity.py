@@ -78,7 +78,7 @@ def test_drafts_are_refused_where_a_state_layer_is_not_fused():
 
     assert report.passed and report.workload("speculation").tokens == 0
     assert report.workload("speculation").remarks[0].startswith("refused, as transformers does: ")
-    assert "refused" in report.render()
+    assert "refused" in report.render() == str(report)
 
 
 def test_a_patch_that_keeps_states_generic_is_checked_as_it_is():
@@ -169,8 +169,8 @@ def test_a_window_that_is_one_token_short_fails_beyond_the_window(monkeypatch):
 def test_rows_that_read_each_others_blocks_fail_where_there_are_rows(monkeypatch):
     healthy = BlockTable.gather
 
-    def swapped(self, geometry):
-        return healthy(self, geometry).flip(0)
+    def swapped(self, geometry, out):
+        return out.copy_(healthy(self, geometry).flip(0))
 
     monkeypatch.setattr(BlockTable, "gather", swapped)
     report = check_parity(tiny("llama"), workloads=["single", "ragged", "right-padded"], **QUICK)
@@ -362,6 +362,7 @@ def test_prompts_are_ids_or_texts_or_a_tensor():
         ({"prompts": [[5], []]}, "prompt 1 has no tokens"),
         ({"prompts": [[5, 97]]}, "ids from 5 to 97 and the vocabulary has 97"),
         ({"prompts": ["text"]}, "'text' is text; pass the tokenizer too"),
+        ({"prompts": len}, "got builtin_function_or_method; a tokenizer goes into tokenizer="),
         ({"workloads": ["ragged", "rugged"]}, "got 'rugged'; choose from single, ragged"),
         ({"workloads": []}, "got none; choose from"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
