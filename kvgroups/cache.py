@@ -20,7 +20,7 @@ from kvgroups.errors import KVGroupsError, ShapeError, UnsupportedCallError
 from kvgroups.history import TokenHistory
 from kvgroups.manager import Manager
 from kvgroups.model_adapters import AttentionLayer, FusedMixer, HybridLayer, Running, StateLayer
-from kvgroups.rows import CacheRows, free_all
+from kvgroups.rows import CacheRows, drop_all
 from kvgroups.specs import KVGroupsConfig, SlidingWindowSpec
 from kvgroups.specs.probe import LayerFacts
 
@@ -120,7 +120,7 @@ class GroupedCache(Cache):
         """Columns fed before the checkpoint that states can be taken back to; None if there is none."""
         super().__init__(layers=[self._make_layer(facts) for facts in context.facts])
         # Blocks must come back when the cache is dropped, also without close().
-        self._finalizer = weakref.finalize(self, free_all, context.manager, self.rows.requests)
+        self._finalizer = weakref.finalize(self, drop_all, context.manager, self.rows.requests)
 
     def _make_layer(self, facts: LayerFacts) -> AttentionLayer | StateLayer | HybridLayer | DummyLayer:
         manager = self.context.manager

@@ -11,7 +11,14 @@ import torch
 
 from kvgroups.batch_plan import Pass, last_columns, merge_outputs, plan_passes, repeat_rows, slice_inputs
 from kvgroups.errors import ShapeError, UnsupportedCallError
-from kvgroups.forward_inputs import PER_TOKEN, batch_shape, check_losses, kept_columns, prepend_pending
+from kvgroups.forward_inputs import (
+    PER_TOKEN,
+    batch_shape,
+    check_fed_again,
+    check_losses,
+    kept_columns,
+    prepend_pending,
+)
 from kvgroups.geometry import BatchGeometry
 from kvgroups.manager import Request
 from kvgroups.model_adapters import GroupStep, StateLayer, Step
@@ -63,7 +70,10 @@ class CachedForward:
         self._check_limits()
         history = self.cache.history
         new_ids, new_is_real = self.inputs.get("input_ids"), self.is_real
+        self._check_position_ids()
         if self.is_hidden is not None:
+            if self.context.has_states:
+                check_fed_again(self.inputs)  # refused before a token is taken back
             self.cache.hide(self.is_hidden)
         if history.num_pending:
             self.is_real = prepend_pending(self.inputs, history, self.rows.num_tokens, self.is_real)
@@ -72,10 +82,10 @@ class CachedForward:
         outputs: list[Any] = []
         try:
             output = self._run_rows(outputs)
+            history.append(new_ids, new_is_real, self._named_positions())
         except BaseException:
             self._recover(was_empty, has_changed=len(outputs) > 0)
             raise
-        history.append(new_ids, new_is_real, self._named_positions())
         return output
 
     def _run_rows(self, outputs: list[Any]) -> Any:
@@ -96,6 +106,8 @@ class CachedForward:
         self._check_passes(passes)
         if self.cache.is_croppable:
             self._set_checkpoints([self.rows.requests[row] for row in first], is_real)
+        else:
+            self.cache.checkpoint_column = None
         for each in passes:
             rows, columns = each.rows, slice(None) if each.columns is None else each.columns
             outputs.append(self._run_pass(each, np.array(first)[rows], is_real[rows][:, columns]))
@@ -125,8 +137,8 @@ class CachedForward:
         requests = [self.rows.requests[row] for row in rows]
         counts = is_real.sum(1).tolist()
         manager = self.context.manager
-        manager.allocate(requests, counts)
         try:
+            manager.allocate(requests, counts)
             step = self._step(requests, counts, is_real, first_column=0 if each.columns is None else int(each.columns[0]))
             self._fill_position_ids(inputs, step, is_real)
             self.states_touched = bool(self.context.mixers)
@@ -301,11 +313,7 @@ class CachedForward:
 
     def _fill_position_ids(self, inputs: dict[str, Any], step: Step, is_real: np.ndarray) -> None:
         """Supply positions where none were passed: a row counts its real tokens."""
-        given = inputs.get("position_ids")
-        if given is not None:
-            self._check_position_ids(given, is_real)
-            return
-        if "position_ids" in self.context.parameters:
+        if inputs.get("position_ids") is None and "position_ids" in self.context.parameters:
             positions = torch.zeros(is_real.shape, dtype=torch.long, device=step.device)
             if step.token_index is None:
                 positions = step.tensors.positions.view(is_real.shape)
@@ -313,11 +321,12 @@ class CachedForward:
                 positions.view(-1)[step.token_index] = step.tensors.positions
             inputs["position_ids"] = positions
 
-    def _check_position_ids(self, position_ids: torch.Tensor, is_real: np.ndarray) -> None:
-        if is_real.shape[1] == 1:
+    def _check_position_ids(self) -> None:
+        positions = self.inputs.get("position_ids")
+        if positions is None or self.num_new == 1:
             return
-        host = np.broadcast_to(position_ids.cpu().numpy(), (*position_ids.shape[:-2], *is_real.shape))
-        for row, real in enumerate(is_real):
+        host = np.broadcast_to(positions.cpu().numpy(), (*positions.shape[:-2], *self.is_real.shape))
+        for row, real in enumerate(self.is_real):
             if (np.diff(host[..., row, real], axis=-1) < 0).any():
                 raise UnsupportedCallError(
                     f"position_ids: row {row} goes backwards, as packed sequences do; give each sequence a row of its own"

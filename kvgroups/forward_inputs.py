@@ -45,6 +45,8 @@ def batch_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
     keep = inputs.get("logits_to_keep")
     if isinstance(keep, torch.Tensor):
         _check_kept(keep, num_columns)
+    elif keep is not None and keep < 0:
+        raise ShapeError(f"logits_to_keep: expected 0 for all or the number of last columns, got {keep}")
     return batch_size, num_columns
 
 
@@ -103,6 +105,17 @@ def check_losses(inputs: Mapping[str, Any], is_real: np.ndarray) -> None:
         )
 
 
+def check_fed_again(inputs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedCallError, naming the argument, if it cannot be given for tokens that are fed once more."""
+    if inputs.get("input_ids") is None:
+        raise UnsupportedCallError("inputs_embeds: tokens must be fed again after a crop; pass input_ids")
+    for name in ("labels", "output_router_logits"):
+        if inputs.get(name) is not None and inputs[name] is not False:
+            raise UnsupportedCallError(
+                f"{name}: tokens must be fed again after a crop, and would be counted; feed one token without it first"
+            )
+
+
 def prepend_pending(
     inputs: dict[str, Any], history: TokenHistory, num_tokens: np.ndarray, is_real: np.ndarray
 ) -> np.ndarray:
@@ -123,13 +136,8 @@ def prepend_pending(
     pending, num_pending = history.pending, history.num_pending
     assert pending is not None
     ids = history.last_ids(num_pending)
-    if inputs.get("input_ids") is None or ids is None:
-        raise UnsupportedCallError("inputs_embeds: tokens must be fed again after a crop; pass input_ids")
-    for name in ("labels", "output_router_logits"):
-        if inputs.get(name) is not None and inputs[name] is not False:
-            raise UnsupportedCallError(
-                f"{name}: tokens must be fed again after a crop, and would be counted; feed one token without it first"
-            )
+    check_fed_again(inputs)
+    assert ids is not None  # a crop that would need embeddings is refused
     new = inputs["input_ids"]
     inputs["input_ids"] = torch.cat((ids.to(new), new), dim=1)
     is_fed = np.concatenate((pending, is_real), axis=1)

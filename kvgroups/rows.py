@@ -137,3 +137,9 @@ def free_all(manager: Manager, requests: list[Request]) -> None:
         if request.is_live:
             manager.free(request)
     requests.clear()
+
+
+def drop_all(manager: Manager, requests: list[Request]) -> None:
+    """The same for the finalizer of a cache, which may run in the middle of anything."""
+    for request in requests:
+        manager.drop(request)

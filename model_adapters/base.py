@@ -153,9 +153,8 @@ class Step:
 
     def release(self) -> None:
         """Take the handles off the key tensors, also after a forward that failed."""
-        for tensor in self.tagged:
-            delattr(tensor, HANDLE)
-        self.tagged.clear()
+        while self.tagged:
+            vars(self.tagged.pop()).pop(HANDLE, None)
         self.after_forward.clear()
 
 

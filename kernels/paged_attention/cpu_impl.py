@@ -108,7 +108,7 @@ def paged_attention(
         *(window or 0, chunk or 0, MAX_QUERIES, torch.get_num_threads(), library.isa),
         *(scale, softcap or 0.0),
     )
-    num_left = library.functions.kvgroups_paged_attention(call)
+    num_left = library.run("paged_attention", call)
     if num_left < 0:
         raise IndexError(
             f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
@@ -117,15 +117,25 @@ def paged_attention(
     if num_left:
         rest = _Rest(starts, key_starts, computed)
         attended = torch_impl.paged_attention(
-            *(query[rest.queries], key[rest.keys], value[rest.keys], key_cache, value_cache),
+            query[rest.queries],
+            key[rest.keys],
+            value[rest.keys],
+            key_cache,
+            value_cache,
             None if block_table is None else block_table[rest.requests],
             query_start_loc=rest.query_start_loc,
             kv_start_loc=rest.kv_start_loc,
             num_computed_tokens=computed[rest.requests],
-            **{"scale": scale, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks},
-            **{"layout": layout, "ring_blocks": ring_blocks, "return_lse": return_lse},
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            softcap=softcap,
+            sinks=sinks,
+            layout=layout,
+            ring_blocks=ring_blocks,
+            return_lse=return_lse,
         )
-        if return_lse:
+        if lse is not None:
             output[rest.queries], lse[rest.queries] = attended
         else:
             output[rest.queries] = attended

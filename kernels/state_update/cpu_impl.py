@@ -47,7 +47,7 @@ def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_
         *(num_reqs, len(states), num_heads, B.shape[1], head_dim, states.shape[-1], dt_softplus),
         *(torch.get_num_threads(), library.isa),
     )
-    if library.functions.kvgroups_state_update(call):
+    if library.run("state_update", call):
         raise IndexError(
             f"slots: expected slots from 0 to {len(states) - 1}, got {int(slots.min())} to {int(slots.max())}."
         )

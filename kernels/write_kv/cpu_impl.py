@@ -29,7 +29,7 @@ def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
         slots.data_ptr(),
         *(num_tokens, num_heads, num_blocks, block_size),
     )
-    if cpu_library().functions.kvgroups_write_kv(call):
+    if cpu_library().run("write_kv", call):
         raise IndexError(
             f"slot_mapping: expected slots below {num_blocks * block_size}, got {int(slots[:num_tokens].max())}. "
             "Slots must lie in blocks of the caches that they are passed with."

@@ -33,6 +33,11 @@ class CpuLibrary:
     has_openmp: bool = False
     """Whether its threads are those of PyTorch; if not, each call starts its own."""
 
+    def run(self, function: str, call: bytes) -> int:
+        """What `kvgroups_<function>` returns for packed arguments. The library must be there."""
+        assert self.functions is not None
+        return getattr(self.functions, f"kvgroups_{function}")(call)
+
 
 @cache
 def cpu_library() -> CpuLibrary:

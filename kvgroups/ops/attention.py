@@ -109,7 +109,7 @@ def paged_attention(
             caches.
         kv_start_loc: (num_reqs + 1,), int32 or int64. Where each request's step keys start; None: as the
             queries do.
-        scale: factor on the scores.
+        scale: factor on the scores, above 0.
         window: tokens that a query sees, itself included: `p - window + 1 .. p`. None: all.
         chunk: a query sees positions k with `k // chunk == p // chunk`. None: all.
         softcap: scores become `tanh(score / softcap) * softcap`, after scale and before masking.
@@ -174,6 +174,8 @@ def paged_attention(
     for name, setting in (("window", window), ("chunk", chunk), ("softcap", softcap)):
         if setting is not None and not setting > 0:
             raise ShapeError(f"{name}: expected more than 0, or None for no {name}, got {setting}.")
+    if not scale > 0:
+        raise ShapeError(f"scale: expected more than 0, got {scale}.")
     if ring_blocks < 0:
         raise ShapeError(f"ring_blocks: expected 1 or more, or 0 for a plain table, got {ring_blocks}.")
 

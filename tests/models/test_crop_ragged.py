@@ -105,6 +105,43 @@ def test_callers_reuse_their_buffers(family):
     assert_close(feed(model, cache, [[50]])[0], oracle_logits(model, [*tokens[:17], 50])[-1:])
 
 
+def test_a_checkpoint_does_not_outlive_the_next_forward():
+    """It is of the forward before `allow_rewind(0)`, and how later ones were called is not kept."""
+    model = kvgroups.patch(tiny("bamba"))
+    cache = kvgroups.GroupedCache(model, max_rewind=6)
+    feed(model, cache, [row(10)])
+    cache.allow_rewind(0)
+    feed(model, cache, [row(3)])
+    with pytest.raises(UnsupportedCallError, match="there is no checkpoint of the states"):
+        cache.crop(-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [("llama", "position_ids"), ("bamba", "position_ids"), ("bamba", "labels"), ("bamba", "inputs_embeds")],
+)
+def test_a_refused_forward_has_hidden_nothing(family, wrong):
+    """Its mask takes the last two tokens of row 0 back, and another argument cannot be served."""
+    model = kvgroups.patch(tiny(family))
+    cache = kvgroups.GroupedCache(model, max_rewind=4)
+    rows = [row(12), row(12, seed=1)]
+    feed(model, cache, [each[:8] for each in rows])
+    feed(model, cache, [each[8:] for each in rows])
+    new = torch.tensor([[20, 21], [22, 23]])
+    mask = [[1] * 10 + [0, 0, 1, 1], [1] * 14]
+    inputs = {"input_ids": new, "labels": new}
+    if wrong == "position_ids":
+        inputs = {"input_ids": new, "position_ids": torch.tensor([[9, 8], [9, 8]])}
+    if wrong == "inputs_embeds":
+        inputs = {"inputs_embeds": model.get_input_embeddings()(new).detach()}
+    with pytest.raises(UnsupportedCallError, match=wrong), torch.no_grad():
+        model(**inputs, cache=cache, attention_mask=torch.tensor(mask))
+    assert cache.num_tokens == [12, 12]
+    logits = feed(model, cache, new.tolist())
+    for index, each in enumerate(rows):
+        assert_close(logits[index], oracle_logits(model, each + new[index].tolist())[-2:])
+
+
 @pytest.mark.parametrize("family", ["llama", "bamba"])
 def test_rows_are_reordered_between_crop_and_forward(family):
     model, cache, first, second = ragged(family)

@@ -127,6 +127,7 @@ def test_a_mask_of_columns_chooses_as_in_eager(fused):
         (torch.tensor([9]), "columns from -9 to 8, got"),
         (torch.tensor([True, False]), r"an int, \(n,\) int64 or \(9,\) bool, got \(2,\) bool"),
         (torch.tensor([1.0]), r"got \(1,\) float32"),
+        (-2, "expected 0 for all or the number of last columns, got -2"),
     ],
 )
 def test_columns_that_there_are_not(keep, words):

@@ -9,7 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvgroups
+from kvgroups.block_pool import BlockPool
 from kvgroups.errors import BackendUnavailableError, UnsupportedCallError
+from kvgroups.group_manager import GroupManager
+from kvgroups.manager import Manager
 from kvgroups.testing import tiny
 
 IDS = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -167,6 +170,51 @@ def test_blocks_come_back_with_the_garbage():
     gc.collect()
     assert manager.usage().held_bytes == 0
     manager.check()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(BlockPool, "allocate"), (GroupManager, "fork_row"), (GroupManager, "free")]
+)
+def test_the_garbage_collector_comes_in_the_middle_of_a_call(owner, name, monkeypatch):
+    """A cache in a reference cycle is collected while the manager hands out or takes back blocks of another."""
+    model = kvgroups.patch(tiny("gemma3_text"))
+    manager = vars(model)["_kvgroups"].context.manager
+    plain, was_freed = getattr(owner, name), []
+    free = Manager.free
+
+    def interrupted(self, *args, **kwargs):
+        gc.collect()
+        before = len(was_freed)
+        result = plain(self, *args, **kwargs)
+        assert len(was_freed) == before
+        return result
+
+    def noted_free(self, request):
+        was_freed.append(request)
+        free(self, request)
+
+    gc.disable()
+    try:
+        cache, garbage = kvgroups.GroupedCache(model), kvgroups.GroupedCache(model)
+        with torch.no_grad():
+            model(IDS, cache=cache)
+            model(IDS[:, :5], cache=garbage)
+            garbage.cycle = garbage
+            del garbage
+            monkeypatch.setattr(owner, name, interrupted)
+            monkeypatch.setattr(Manager, "free", noted_free)
+            twin = copy.deepcopy(cache)
+            model(IDS[:, :5], cache=twin)
+            twin.close()
+        monkeypatch.undo()
+        manager.check()
+        assert manager.usage().held_bytes > 0
+        del cache, twin
+        gc.collect()
+        assert manager.usage().held_bytes == 0
+        manager.check()
+    finally:
+        gc.enable()
 
 
 def test_close_empties_a_cache_and_it_can_be_used_again():

@@ -25,7 +25,7 @@ LAYERS = (
     "backward batch_plan forward_inputs history prospect rows model_adapters",
     "manager",
     "accounts admission audit checkpoints filing sanitizer",
-    "room roster",
+    "room roster guard",
     "group_manager",
     "request usage demand plan pending_ops budget shadow",
     "schemes",
