@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import threading
@@ -64,6 +65,17 @@ class CacheContext:
     def continues_exactly(self) -> bool:
         """Whether several tokens on a filled state may go through the model at once."""
         return all(layer.is_exact or layer.index in self.fused_layers for layer in self.facts)
+
+
+def _whole(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is not interrupted halfway: rows and history change together."""
+
+    @functools.wraps(verb)
+    def call(self: GroupedCache, *args: Any, **kwargs: Any) -> Any:
+        with self.context.manager.guard:
+            return verb(self, *args, **kwargs)
+
+    return call
 
 
 class GroupedCache(Cache):
@@ -155,6 +167,7 @@ class GroupedCache(Cache):
         """(batch_size, tokens), int64: what was fed so far, padding included; None if some were embeddings."""
         return self.history.token_ids
 
+    @_whole
     def close(self) -> None:
         """Give all blocks back. The cache is empty afterwards and may be used again."""
         self.rows.close()
@@ -220,6 +233,7 @@ class GroupedCache(Cache):
             chosen = chosen.nonzero().squeeze(1)
         self._select(_indices("indices", chosen))
 
+    @_whole
     def _select(self, rows: Sequence[int]) -> None:
         if not self.rows.requests:
             return
@@ -279,6 +293,7 @@ class GroupedCache(Cache):
         )
         return min(slacks, default=2**31)
 
+    @_whole
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last columns of every row back, as if they had not been fed.
 
@@ -303,6 +318,7 @@ class GroupedCache(Cache):
         self.history.truncate(num_columns)
         self.history.feed_again(counts > 0, num_fed_again)
 
+    @_whole
     def hide(self, is_hidden: np.ndarray) -> None:
         """Take the last tokens of some rows back, (batch, tokens) bool, which a mask says do not exist after all.
 

@@ -68,7 +68,8 @@ class Manager:
         self.config = config
         self.device = torch.device(device)
         self.plan = SlabPlan.for_config(config)
-        self._guard = Guard(self._free_dropped)
+        self.guard = Guard(self._free_dropped)
+        """Entered by every call; `with manager.guard` makes one of several."""
         self._roster = Roster()
         self.pending = PendingOps()
         budget = budget_bytes(config, self.device)
@@ -131,7 +132,7 @@ class Manager:
             KVGroupsError: the row belongs to another request.
             ShapeError: no such row.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check_vacant(tables, row)
             request = Request(tables, row, extra=extra)
             self._roster.add(request)
@@ -156,7 +157,7 @@ class Manager:
             KVGroupsError: a request that was freed, is another manager's or comes twice, or whose last step was neither
                 advanced nor cancelled.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check(requests, num_new_tokens)
             longest = self.config.max_model_len
             for request, count in zip(requests, num_new_tokens, strict=True):
@@ -193,7 +194,7 @@ class Manager:
         Called after `allocate` and before the forward, when no other forward runs.
         """
         if self.pending:
-            with self._guard:
+            with self.guard:
                 self.pending.drain({name: group.storage for name, group in self._groups.items()})
 
     def advance(self, requests: Sequence[Request], num_new_tokens: Sequence[int]) -> None:
@@ -205,7 +206,7 @@ class Manager:
             KVGroupsError: a count that is not what `allocate` was given, or a copy that the step depended on was not
                 drained before it; nothing is counted.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check(requests, num_new_tokens)
             if self.pending:
                 self._check_drained(requests)
@@ -223,7 +224,7 @@ class Manager:
         Raises:
             KVGroupsError: a request that was freed or is another manager's; nothing is given back.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check(requests)
             for group in self._groups.values():
                 for request in requests:
@@ -233,7 +234,7 @@ class Manager:
 
     def free(self, request: Request) -> None:
         """Give up all blocks of a request. A request can be freed once."""
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             self.prefixes.tick()
             for group in self._groups.values():
@@ -248,7 +249,7 @@ class Manager:
 
     def drop(self, request: Request) -> None:
         """Free a request that nobody can reach any more, whatever else the manager is in the middle of: for finalizers."""
-        self._guard.drop(request)
+        self.guard.drop(request)
 
     def _free_dropped(self, request: Request) -> None:
         if request.is_live:
@@ -265,7 +266,7 @@ class Manager:
             KVGroupsError: the row belongs to another request, or `request` was freed or is in the middle of a
                 step. Whatever is raised, nothing is changed.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             request.check_step(0)
             self._roster.check_vacant(tables, row)
@@ -302,7 +303,7 @@ class Manager:
         Raises:
             KVGroupsError: the row belongs to a request, or `request` was freed. Nothing is changed.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             self._roster.check_vacant(tables, row)
             tables.add_row(row, {name: group.row_blocks(request) for name, group in self._groups.items()})
@@ -327,7 +328,7 @@ class Manager:
             KVGroupsError: a request that was freed or is in the middle of a step. Whatever is raised, nothing is
                 changed.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check(requests, offsets)
             self._checkpoints.set(requests, offsets)
             self._mark(requests)
@@ -352,7 +353,7 @@ class Manager:
                 would see.
             OutOfBlocksError: the new tail is shared and its copy does not fit.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             again = self._checkpoints.rewind(request, num_tokens)
             if self._sanitizer is not None:
@@ -362,7 +363,7 @@ class Manager:
 
     def check_rewind(self, request: Request, num_tokens: int) -> None:
         """Raise what `rewind` would raise for want of a checkpoint or of window tokens; change nothing."""
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             self._checkpoints.base_of(request, num_tokens)
 
@@ -379,7 +380,7 @@ class Manager:
                 embeddings.
             version: what identifies the model's parameters; a change since prefixes were cached is warned about.
         """
-        with self._guard:
+        with self.guard:
             return self.prefixes.match(token_ids, extra, version)
 
     def admit(
@@ -409,7 +410,7 @@ class Manager:
             KVGroupsError: the row belongs to another request.
             ShapeError: no such row, no prompt, one of more than `max_model_len` tokens, or `max_new_tokens` below 1.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check_vacant(tables, row)
             hit = self.prefixes.match(token_ids, extra, version)
             request = self._request_behind(hit, tables, row, extra)
@@ -469,7 +470,7 @@ class Manager:
             ShapeError: fewer tokens than were computed.
             KVGroupsError: the request was freed, or is in the middle of a step.
         """
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             request.check_step(0)
             here = request.num_computed_tokens
@@ -486,7 +487,7 @@ class Manager:
     def flush(self) -> None:
         """Forget all prefixes, as after a change of the model's parameters. Live requests keep their blocks; what
         they compute from now on depends on what they computed before, so it is not filed any more."""
-        with self._guard:
+        with self.guard:
             for name, block_ids in self.prefixes.flush().items():
                 self._groups[name].pool.drop(block_ids)
             for request in self._roster:
@@ -502,7 +503,7 @@ class Manager:
 
     def explain(self, request: Request) -> str:
         """Where a request's blocks came from, and why its hit was not longer: a text for people."""
-        with self._guard:
+        with self.guard:
             self._roster.check([request])
             return self._accounts.explain(request)
 
@@ -567,12 +568,12 @@ class Manager:
 
     def usage(self) -> Usage:
         """Bytes live, cached, free, leased and wasted, group by group, and what each request holds."""
-        with self._guard:
+        with self.guard:
             return self._accounts.usage(self._roster)
 
     def reset_peak(self) -> None:
         """Start the peaks of `usage` anew from what is held now."""
-        with self._guard:
+        with self.guard:
             self._accounts.reset_peak()
 
     def check(self) -> None:
@@ -585,7 +586,7 @@ class Manager:
                 blocks are not all there are, if a row reaches past its request, or if a block that its next query
                 sees is null.
         """
-        with self._guard:
+        with self.guard:
             audit.check_all(self.slabs, self._groups, self.arena.num_slabs, list(self._roster))
             self.prefixes.check([request.cursor for request in self._roster if request.cursor is not None])
 

@@ -254,18 +254,25 @@ class Patch:
             inputs.setdefault("output_router_logits", True)
         if "use_cache" in self.context.parameters or self._takes_any_keyword():
             inputs["use_cache"] = True
-        if not self.context.lock.acquire(blocking=False):
-            raise UnsupportedCallError(
-                "a second forward at the same time on one model; run one after the other"
-            )
-        try:
-            with torch.no_grad():
-                output: ModelOutput = cache.forward(self.original_forward, inputs, self.settings)
-        finally:
-            self.context.lock.release()
+        with self._alone(), torch.no_grad():
+            output: ModelOutput = cache.forward(self.original_forward, inputs, self.settings)
         if self._would_have_gradients(inputs):
             refuse_backward(output)
         return output if as_dict else output.to_tuple()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No second forward over a cache of this model's at the same time."""
+        is_ours = False
+        try:
+            with self.context.manager.guard:  # an interrupt waits until it is known who has the lock
+                is_ours = self.context.lock.acquire(blocking=False)
+            if not is_ours:
+                raise UnsupportedCallError("a second forward at the same time on one model; run one after the other")
+            yield
+        finally:
+            if is_ours:
+                self.context.lock.release()
 
     def _would_have_gradients(self, inputs: dict[str, Any]) -> bool:
         """Whether the output of an unpatched model would require gradients."""

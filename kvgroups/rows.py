@@ -18,6 +18,8 @@ class CacheRows:
     copied. Reordering beams is then a matter of pointing rows at requests: a parent that is used once moves,
     one that is used twice is copied when its children part, and one that nobody uses is freed.
 
+    Each verb is one call of the manager, whole or not at all, whatever interrupts it.
+
     Args:
         manager: hands out the blocks.
     """
@@ -47,12 +49,13 @@ class CacheRows:
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Make one empty request for each distinct key, in tables of their own."""
-        self.tables = self._new_tables(len(keys))
-        by_key: dict[Hashable, Request] = {}
-        for row, key in enumerate(keys):
-            if key not in by_key:
-                by_key[key] = self.manager.open(self.tables, row)
-            self.requests.append(by_key[key])
+        with self.manager.guard:
+            self.tables = self._new_tables(len(keys))
+            by_key: dict[Hashable, Request] = {}
+            for row, key in enumerate(keys):
+                if key not in by_key:
+                    by_key[key] = self.manager.open(self.tables, row)
+                self.requests.append(by_key[key])
 
     def part(self, keys: Sequence[Hashable]) -> None:
         """Fork requests until rows that share one have equal keys: what they are about to be fed.
@@ -61,22 +64,24 @@ class CacheRows:
             OutOfBlocksError: if a copy does not fit; the rows that have parted stay parted, which changes
                 nothing that they hold.
         """
-        kept: dict[int, dict[Hashable, Request]] = {}
-        for row, (request, key) in enumerate(zip(list(self.requests), keys, strict=True)):
-            children = kept.setdefault(id(request), {})
-            if key not in children:
-                children[key] = request if not children else self._fork(request)
-            self.requests[row] = children[key]
+        with self.manager.guard:
+            kept: dict[int, dict[Hashable, Request]] = {}
+            for row, (request, key) in enumerate(zip(list(self.requests), keys, strict=True)):
+                children = kept.setdefault(id(request), {})
+                if key not in children:
+                    children[key] = request if not children else self._fork(request)
+                self.requests[row] = children[key]
 
     def select(self, parents: Sequence[int]) -> None:
         """Row i goes on from what row `parents[i]` has; rows may be dropped and repeated."""
-        kept = [self.requests[parent] for parent in parents]
-        dropped = {id(request): request for request in self.requests}
-        for request in kept:
-            dropped.pop(id(request), None)
-        for request in dropped.values():
-            self.manager.free(request)
-        self.requests[:] = kept
+        with self.manager.guard:
+            kept = [self.requests[parent] for parent in parents]
+            dropped = {id(request): request for request in self.requests}
+            for request in kept:
+                dropped.pop(id(request), None)
+            for request in dropped.values():
+                self.manager.free(request)
+            self.requests[:] = kept
 
     def rewind(self, counts: Sequence[int]) -> None:
         """Take every row back by so many tokens, all or none; rows that are one go back as one.
@@ -84,27 +89,30 @@ class CacheRows:
         Raises:
             KVGroupsError: if one of them cannot.
         """
-        steps = {id(request): (request, count) for request, count in zip(self.requests, counts, strict=True)}
-        for request, count in steps.values():
-            self.manager.check_rewind(request, count)
-        for request, count in steps.values():
-            self.manager.rewind(request, count)
+        with self.manager.guard:
+            steps = {id(request): (request, count) for request, count in zip(self.requests, counts, strict=True)}
+            for request, count in steps.values():
+                self.manager.check_rewind(request, count)
+            for request, count in steps.values():
+                self.manager.rewind(request, count)
 
     def copy_from(self, other: CacheRows) -> None:
         """Become a fork of `other`, row by row; rows that are one there are one here."""
-        if other.tables is None:
-            return
-        self.tables = self._new_tables(len(other))
-        twins: dict[int, Request] = {}
-        for request in other.requests:
-            if id(request) not in twins:
-                twins[id(request)] = self._fork(request)
-            self.requests.append(twins[id(request)])
+        with self.manager.guard:
+            if other.tables is None:
+                return
+            self.tables = self._new_tables(len(other))
+            twins: dict[int, Request] = {}
+            for request in other.requests:
+                if id(request) not in twins:
+                    twins[id(request)] = self._fork(request)
+                self.requests.append(twins[id(request)])
 
     def close(self) -> None:
         """Give all blocks back."""
-        free_all(self.manager, self.requests)
-        self.tables = None
+        with self.manager.guard:
+            free_all(self.manager, self.requests)
+            self.tables = None
 
     def _fork(self, request: Request) -> Request:
         return self.manager.fork(request, *self._free_row())
