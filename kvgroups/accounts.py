@@ -47,6 +47,15 @@ class Accounts:
             copied_bytes=sum(group.copied_bytes for group in self._groups.values()),
         )
 
+    def held_bytes(self, requests: Iterable[Request]) -> dict[str, int]:
+        """Group -> bytes of the blocks that these requests hold; one that several hold counts once."""
+        requests = [request for request in requests if request.is_live]
+        blocks = {
+            name: {block for request in requests for block in group.held_blocks(request).tolist()}
+            for name, group in self._groups.items()
+        }
+        return {name: len(held) * self._groups[name].plan.block_bytes for name, held in blocks.items()}
+
     def explain(self, request: Request) -> str:
         """Where a request's blocks came from, and why its hit was not longer: a text for people."""
         lines = [f"row {request.row}: {request.num_computed_tokens} tokens are computed"]

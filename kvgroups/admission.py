@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvgroups.errors import OutOfBlocksError
 from kvgroups.group_manager import GroupManager
+from kvgroups.sizes import exactly
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.slab_pool import SlabPool
 
@@ -55,13 +56,13 @@ class Admission:
             if cap is not None and need[name] > cap:
                 raise OutOfBlocksError(
                     f"group {name!r}: {what} {need[name]} blocks of {group.config.block_size} tokens and there are "
-                    f"{cap}; give more memory, or fewer or shorter requests"
+                    f"{cap}; raise the config's `memory`, or pass fewer or shorter requests"
                 )
         num_slabs = self._plan.num_slabs(need)
         if self._is_capped and num_slabs > self._slabs.num_slabs:
             largest = max(need, key=lambda name: need[name] * self._plan.group(name).stride_bytes)
+            needed, there = (exactly(number * self._plan.slab_bytes) for number in (num_slabs, self._slabs.num_slabs))
             raise OutOfBlocksError(
-                f"memory: {what} {num_slabs} slabs of {self._plan.slab_bytes} bytes (group {largest!r}: "
-                f"{need[largest]} blocks) and there are {self._slabs.num_slabs}; give more memory, or fewer or "
-                "shorter requests"
+                f"memory: {what} {needed} (group {largest!r}: {need[largest]} blocks) and there are {there}; raise the "
+                "config's `memory`, or pass fewer or shorter requests"
             )

@@ -7,6 +7,7 @@ import os
 import torch
 
 from kvgroups.errors import OutOfBlocksError
+from kvgroups.sizes import exactly
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.specs import KVGroupsConfig
 
@@ -38,7 +39,7 @@ def num_slabs_of(budget: int, plan: SlabPlan) -> int:
     needed = plan.num_slabs({group.name: 1 for group in plan.groups})
     if num_slabs < needed:
         raise OutOfBlocksError(
-            f"memory: {budget} bytes are {num_slabs} slabs of {plan.slab_bytes}, and one block of each group "
-            f"takes {needed} ({needed * plan.slab_bytes} bytes); give more memory or smaller blocks"
+            f"memory: {exactly(budget)}, and one block of each group takes {exactly(needed * plan.slab_bytes)}; raise the "
+            "config's `memory`, or choose smaller blocks"
         )
     return num_slabs

@@ -22,6 +22,7 @@ from kvgroups.history import TokenHistory
 from kvgroups.manager import Manager
 from kvgroups.model_adapters import AttentionLayer, FusedMixer, HybridLayer, Running, StateLayer
 from kvgroups.rows import CacheRows, drop_all
+from kvgroups.sizes import in_units
 from kvgroups.specs import KVGroupsConfig, SlidingWindowSpec
 from kvgroups.specs.probe import LayerFacts
 
@@ -111,6 +112,8 @@ class GroupedCache(Cache):
     is_compileable = False  # blocks and views change from step to step
 
     def __init__(self, model: torch.nn.Module, *, max_rewind: int | None = None) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise UnsupportedCallError(f"GroupedCache: expected a patched model, got {model!r}; pass the model itself")
         patch = model.__dict__.get("_kvgroups")
         if patch is None:
             raise UnsupportedCallError(
@@ -166,6 +169,27 @@ class GroupedCache(Cache):
     def token_ids(self) -> torch.Tensor | None:
         """(batch_size, tokens), int64: what was fed so far, padding included; None if some were embeddings."""
         return self.history.token_ids
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """KV-cache group -> bytes of the blocks that the rows hold now.
+
+        A block that rows share counts once; one that another cache holds too counts in both.
+        """
+        return self.context.manager.held_bytes(self.rows.requests)
+
+    def __repr__(self) -> str:
+        """`GroupedCache(3 rows, 12 to 40 tokens, 1.2 MiB in full, window)`."""
+        held = self.held_bytes
+        parts = ["empty"]
+        if counts := self.num_tokens:
+            fewest, most = min(counts), max(counts)
+            tokens = _counted(most, "token")
+            parts = [_counted(len(counts), "row"), tokens if fewest == most else f"{fewest} to {tokens}"]
+        parts.append(f"{in_units(sum(held.values()))} in {', '.join(held)}")
+        if self.is_broken:
+            parts.append("broken by a failed forward")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @_whole
     def close(self) -> None:
@@ -297,6 +321,10 @@ class GroupedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last columns of every row back, as if they had not been fed.
 
+        Zamba2 and Nemotron-H clamp step sizes in forwards of several tokens only: the token that is fed right after a
+        crop goes through in one forward with those that states are fed again, so it is computed as in a prefill, and
+        its logits differ by about 2e-4 from those of a decode step.
+
         Args:
             tokens_to_remove: 0 or a negative number of columns, as transformers counts them.
 
@@ -305,7 +333,7 @@ class GroupedCache(Cache):
         """
         num_removed = -_integer("crop", tokens_to_remove)
         if num_removed < 0:
-            raise UnsupportedCallError(f"crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
+            raise UnsupportedCallError(_crop_to(-num_removed, self.history.num_columns))
         if num_removed > self.history.num_columns:
             raise UnsupportedCallError(
                 f"crop: {num_removed} tokens to remove, and the cache holds {self.history.num_columns}"
@@ -401,6 +429,21 @@ class GroupedCache(Cache):
                 "this cache saw a forward fail halfway and no longer matches its tokens; make a new one"
             )
         return CachedForward(self, model_forward, inputs, settings).run()
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _crop_to(kept: int, held: int) -> str:
+    """What to say of a positive number: it was the length to keep, once."""
+    right = f"to keep {kept} of the {held} tokens here write crop({kept - held})" if kept < held else (
+        f"the cache holds {held} tokens, so there is nothing to remove"
+    )
+    return (
+        f"crop: expected minus the number of tokens to remove, got {kept}; older versions of transformers took the length "
+        f"to keep: {right}"
+    )
 
 
 def _integer(name: str, value: Any) -> int:

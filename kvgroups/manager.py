@@ -571,6 +571,11 @@ class Manager:
         with self.guard:
             return self._accounts.usage(self._roster)
 
+    def held_bytes(self, requests: Sequence[Request]) -> dict[str, int]:
+        """Group -> bytes of the blocks that these requests hold; one that several hold counts once."""
+        with self._lock:
+            return self._accounts.held_bytes(requests)
+
     def reset_peak(self) -> None:
         """Start the peaks of `usage` anew from what is held now."""
         with self.guard:

@@ -25,6 +25,7 @@ from kvgroups.manager import Manager
 from kvgroups.model_adapters import ATTENTION_NAME, find_mixers, register_attention, running_fused
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 from kvgroups.specs.infer import config_from_facts, layer_specs
+from kvgroups.specs.model_kind import check_model
 from kvgroups.specs.probe import LayerFacts, attention_setting, module_configs, probe
 from kvgroups.specs.uncompiled import uncompiled
 
@@ -63,8 +64,9 @@ def patch(
         The same model.
 
     Raises:
-        UnsupportedModelError: naming layer and class, if a layer's cache cannot be kept; the model is untouched.
-        SpecError: if `config` does not describe this model.
+        UnsupportedModelError: naming layer and class, if a layer's cache cannot be kept, or saying what to pass, if
+            it is no causal language model; the model is untouched.
+        SpecError: if `config` is not valid or does not describe this model.
 
     Example:
         >>> from kvgroups.testing import tiny
@@ -74,18 +76,16 @@ def patch(
         >>> unpatch(model) is model
         True
     """
+    check_model(model)
     with ops.use_backend(backend):  # refuses a name that no kernel knows
         pass
-    present = model.__dict__.get("_kvgroups")
+    config = _valid(config)
+    present = _patch_of(model)
     if present is not None:
         same = (fused, backend) == (present.is_fused, present.backend) and present.is_current()
         if same and config in (None, present.context.config):
             return model
         unpatch(model)
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is no transformers PreTrainedModel; patch the model that it wraps"
-        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise UnsupportedModelError(
@@ -107,16 +107,23 @@ def unpatch(model: Model) -> Model:
 
     A model that is not patched is left as it is. Caches that are still held keep their blocks but cannot be
     used any more.
+
+    Raises:
+        UnsupportedModelError: if it is no `torch.nn.Module`.
     """
-    present = model.__dict__.get("_kvgroups")
+    present = _patch_of(model)
     if present is not None:
         present.remove()
     return model
 
 
 def is_patched(model: torch.nn.Module) -> bool:
-    """Whether `patch` is in force on this model."""
-    return "_kvgroups" in model.__dict__
+    """Whether `patch` is in force on this model.
+
+    Raises:
+        UnsupportedModelError: if it is no `torch.nn.Module`.
+    """
+    return _patch_of(model) is not None
 
 
 class Patch:
@@ -451,6 +458,25 @@ class Patch:
             num_drafts = limit_drafts(generator, cache, generation_config.max_length)
             check_prompt(cache, input_ids, generation_config, model_kwargs, num_drafts)
         return generator
+
+
+def _patch_of(model: torch.nn.Module) -> Patch | None:
+    """What `patch` has put on a model; None if it is not patched."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedModelError(f"expected a model, got {model!r}; pass the model that kvgroups.patch was given")
+    return model.__dict__.get("_kvgroups")
+
+
+def _valid(config: KVGroupsConfig | None) -> KVGroupsConfig | None:
+    """The config that a caller handed in, checked again: pydantic has doors that check nothing."""
+    if config is None:
+        return None
+    if not isinstance(config, KVGroupsConfig):
+        raise SpecError(
+            f"config: expected a KVGroupsConfig, got {config!r}; use kvgroups.infer_config(model, memory=...) to change "
+            "what a model gets, or KVGroupsConfig.load(path)"
+        )
+    return KVGroupsConfig.model_validate(config)
 
 
 def _is_cache(value: Any) -> bool:

@@ -10,7 +10,7 @@ from kvgroups.errors import OutOfBlocksError, SpecError
 from kvgroups.schemes import PaddedEager, Slabs, UniformPage, blocks_held, most_blocks_held
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec, SlidingWindowSpec
-from kvgroups.specs.infer import DEFAULT_BLOCK_SIZE
+from kvgroups.specs.overrides import DEFAULT_BLOCK_SIZE
 
 LENGTHS = (1024, 8192, 32768)
 """Lengths of requests that a plan speaks of, in tokens, besides the longest."""

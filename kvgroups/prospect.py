@@ -19,6 +19,7 @@ from kvgroups.demand import GroupDemand
 from kvgroups.errors import OutOfBlocksError
 from kvgroups.manager import Manager, Request
 from kvgroups.rows import CacheRows
+from kvgroups.sizes import exactly
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def check_prospect(manager: Manager, rows: CacheRows, prospect: Prospect) -> Non
     holdings = {name: _Holding.of(manager, name, rows) for name in demands}
     need = {name: _peak(demand, prospect, holdings[name]) for name, demand in demands.items()}
     what = f"{int(prospect.num_rows.sum())} requests of up to {prospect.max_len} tokens need"
-    advice = "give more memory, close other caches, or pass fewer or shorter requests"
+    advice = "raise the config's `memory`, close other caches, or pass fewer or shorter requests"
     for name, held in holdings.items():
         cap = manager.pool(name).max_blocks
         if cap is not None and need[name] + held.others > cap:
@@ -125,9 +126,9 @@ def check_prospect(manager: Manager, rows: CacheRows, prospect: Prospect) -> Non
     if num_slabs > there:
         largest = max(need, key=lambda name: need[name] * manager.plan.group(name).stride_bytes)
         beside = ", with what other caches hold," if any(held.others for held in holdings.values()) else ""
+        needed, granted = (exactly(number * manager.plan.slab_bytes) for number in (num_slabs, there))
         raise OutOfBlocksError(
-            f"memory: {what}{beside} {num_slabs} slabs of {manager.plan.slab_bytes} bytes (group {largest!r}: "
-            f"{need[largest]} blocks) and there are {there}; {advice}"
+            f"memory: {what}{beside} {needed} (group {largest!r}: {need[largest]} blocks) and there are {granted}; {advice}"
         )
 
 

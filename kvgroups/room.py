@@ -10,6 +10,7 @@ import numpy as np
 from kvgroups.arena import Arena
 from kvgroups.errors import OutOfBlocksError
 from kvgroups.group_manager import GroupManager
+from kvgroups.sizes import exactly
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.slab_pool import SlabPool
 
@@ -98,13 +99,21 @@ class Room:
         }
         leases = self._leases(need, spare)
         if self._num_missing(leases):
-            name = max(need, key=lambda name: need[name] * self._plan.group(name).stride_bytes)
-            raise OutOfBlocksError(
-                f"group {name!r}: {need[name]} blocks are needed, with those of other groups {leases.num_slabs} slabs "
-                f"and {leases.num_runs} runs of {self._plan.run_slabs}, and "
-                f"{self._slabs.num_free + len(leases.returned)} of {self._slabs.num_slabs} slabs of "
-                f"{self._plan.slab_bytes} bytes are free; give more memory or fewer requests"
-            )
+            raise OutOfBlocksError(self._what_is_missing(need, leases))
+
+    def _what_is_missing(self, need: Mapping[str, int], leases: Leases) -> str:
+        """What is needed, what there is and what would do, in bytes: slabs mean nothing to who sets `memory`."""
+        name = max(need, key=lambda name: need[name] * self._plan.group(name).stride_bytes)
+        slab_bytes, total = self._plan.slab_bytes, self._slabs.num_slabs
+        needed = leases.num_slabs + leases.num_runs * self._plan.run_slabs
+        free = self._slabs.num_free + len(leases.returned)
+        pieces = f", not in pieces of {exactly(self._plan.run_slabs * slab_bytes)}" if needed <= free else ""
+        there = f"of {exactly(total * slab_bytes)} there are {exactly(free * slab_bytes)} free{pieces}"
+        enough = exactly((total + self._num_missing(leases)) * slab_bytes)
+        return (
+            f"memory: {exactly(needed * slab_bytes)} more are needed (group {name!r}: {need[name]} blocks), and {there}; "
+            f"raise the config's `memory` to {enough}, close other caches, or pass fewer or shorter requests"
+        )
 
     def make(self, need: Mapping[str, int]) -> None:
         """Evict and grow until every group can allocate `need[name]` blocks, which `check` has found possible."""
@@ -131,7 +140,7 @@ class Room:
         if count > free:
             raise OutOfBlocksError(
                 f"group {group.name!r}: {count} blocks are needed and {free} of {cap} are free; "
-                "give more memory or fewer requests"
+                "raise the config's `memory`, or pass fewer requests"
             )
 
     def _leases(self, need: Mapping[str, int], freed: Blocks) -> Leases:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -65,7 +65,9 @@ def _sentence(name: str, item: Any) -> str:
 class SpecModel(BaseModel):
     """A frozen pydantic model that raises `SpecError` when it is built wrong."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, revalidate_instances="always"
+    )
 
     def __init__(self, **data: Any) -> None:
         with spec_errors(type(self).__name__):
@@ -80,6 +82,12 @@ class SpecModel(BaseModel):
     def model_validate_json(cls, json_data: str | bytes | bytearray, **kwargs: Any) -> Any:
         with spec_errors(cls.__name__):
             return super().model_validate_json(json_data, **kwargs)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed, and checked as if it had been built: pydantic's own checks nothing."""
+        if not update:
+            return super().model_copy(deep=deep)
+        return type(self).model_validate({**dict(self), **update}).model_copy(deep=deep)
 
 
 class BlockTensor(SpecModel):

@@ -11,11 +11,13 @@ from pydantic import Field, field_validator, model_validator
 
 from kvgroups.constants import BLOCK_ALIGNMENT_BYTES
 from kvgroups.errors import SpecError
+from kvgroups.sizes import parse_bytes
 from kvgroups.specs.attention import Layout
 from kvgroups.specs.base import ITEM_SIZE, BlockTensor, SpecModel
 from kvgroups.specs.chunked import ChunkedAttentionSpec
 from kvgroups.specs.full_attention import FullAttentionSpec
 from kvgroups.specs.mamba import MambaSpec
+from kvgroups.specs.overrides import check_group_names, default_block_size, group_changes, split_overrides
 from kvgroups.specs.sliding_window import SlidingWindowSpec
 
 LayerSpec = Annotated[
@@ -123,8 +125,9 @@ class KVGroupsConfig(SpecModel):
     groups: tuple[GroupConfig, ...] = Field(min_length=1)
     """The groups; a layer may be in one attention group and in one state group."""
     memory: int | float | dict[str, int] | None = None
-    """None: grow as needed. An int: bytes. A float below 1: that share of the device's memory.
-    A dict: blocks of each group by name, the null block not counted (for tests)."""
+    """None: grow as needed. An int: bytes, which may be given as text: "80GiB", "512MiB", "1.5 GB".
+    A float below 1: that share of the device's memory. A dict: blocks of each group by name, the null block not
+    counted (for tests)."""
     max_num_reqs: int = Field(default=256, ge=1)
     """Rows of a block table: requests that are resident at once."""
     max_model_len: int = Field(ge=1)
@@ -146,7 +149,11 @@ class KVGroupsConfig(SpecModel):
             return value
         if value is None or isinstance(value, float):
             return value
-        raise ValueError("must be None, an int of bytes, a float share of the device, or {group: blocks}")
+        if isinstance(value, str):
+            return parse_bytes(value)
+        raise ValueError(
+            "must be None, an int of bytes or text like 80GiB, a float share of the device, or {group: blocks}"
+        )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -196,21 +203,59 @@ class KVGroupsConfig(SpecModel):
         tokens = group.spec.sliding_window - 1 + self.max_rewind
         return max(1, -(-tokens // group.block_size))
 
+    def replace(self, **changes: Any) -> KVGroupsConfig:
+        """Another config, equal to this one but for the changes, and valid like every config.
+
+        Args:
+            **changes: fields of the config by name; and for the groups `block_size`, `slot_mapping`, `layout` or
+                `snapshot_interval`, each one value for every group that it fits or a dict by group name.
+
+        Raises:
+            SpecError: if a change is unknown, with those that are known, or contradicts the rest.
+
+        Example:
+            >>> from kvgroups.specs import FullAttentionSpec
+            >>> spec = FullAttentionSpec(num_kv_heads=1, head_dim=32, dtype="float32")
+            >>> full = GroupConfig(name="full", layers=[0, 1], spec=spec)
+            >>> config = KVGroupsConfig(groups=[full], max_model_len=512)
+            >>> changed = config.replace(memory="1.5 MiB", block_size={"full": 32})
+            >>> changed.memory, changed.group("full").block_size, config.group("full").block_size
+            (1572864, 32, 16)
+        """
+        of_config, of_groups = split_overrides("replace", changes, type(self).model_fields)
+        changed = self.model_copy(update=of_config)
+        check_group_names("replace", of_groups, [group.name for group in changed.groups])
+        groups = tuple(_changed(group, of_groups) for group in changed.groups)
+        return changed.model_copy(update={"groups": groups})
+
+    def __str__(self) -> str:
+        """YAML, as `save` writes it and `kvgroups config` prints it."""
+        return self._yaml().removesuffix("\n")
+
+    def _yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
     def save(self, path: str | Path) -> None:
         """Write the config to `path`: JSON if it ends in `.json`, YAML otherwise."""
         path = Path(path)
         if path.suffix == ".json":
             text = self.model_dump_json(indent=2) + "\n"
         else:
-            text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+            text = self._yaml()
         path.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> KVGroupsConfig:
-        """Read what `save` wrote. `SpecError` names what is wrong in the file."""
+        """Read what `save` wrote. `SpecError` names the file if it cannot be read, and what is wrong in it."""
+        if not isinstance(path, (str, Path)):
+            raise SpecError(f"load: expected the path of a YAML or JSON file, got {type(path).__name__}")
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise SpecError(
+                f"{path}: cannot be read ({error.strerror}); expected a YAML or JSON file that KVGroupsConfig.save wrote"
+            ) from error
         except UnicodeDecodeError:
             raise SpecError(f"{path}: expected text in UTF-8, got bytes that are none") from None
         if path.suffix == ".json":
@@ -223,6 +268,15 @@ class KVGroupsConfig(SpecModel):
             kind = "nothing" if data is None else type(data).__name__
             raise SpecError(f"{path}: expected a mapping with `groups` and `max_model_len`, got {kind}")
         return cls.model_validate(data)
+
+
+def _changed(group: GroupConfig, overrides: dict[str, Any]) -> GroupConfig:
+    """The group after overrides of groups. A block size that came with the old mode goes with it."""
+    spec, chosen = group_changes("replace", group.name, group.spec, overrides)
+    new_mode = chosen.get("slot_mapping", group.slot_mapping)
+    if new_mode != group.slot_mapping and "token" in (new_mode, group.slot_mapping):
+        chosen = {"block_size": 1, **default_block_size(spec, new_mode), **chosen}
+    return group.model_copy(update={**chosen, "spec": spec})
 
 
 def _align(value: int, alignment: int) -> int:

@@ -118,7 +118,7 @@ def _render(model: str, dtype: str, plan: MemoryPlan) -> RenderableType:
     from rich.padding import Padding
     from rich.text import Text
 
-    from kvgroups.cli.sizes import in_units
+    from kvgroups.sizes import in_units
 
     title = Text(no_wrap=True, overflow="ellipsis")
     title.append(model, style="bold")
@@ -142,7 +142,7 @@ def _render(model: str, dtype: str, plan: MemoryPlan) -> RenderableType:
 
 def _groups(plan: MemoryPlan) -> Table:
     """What each group's blocks are."""
-    from kvgroups.cli.sizes import in_units
+    from kvgroups.sizes import in_units
 
     table = _table("group", "kind", "layers", "block", "bytes", "a token", "leased as", "waste")
     for group in plan.groups:
@@ -163,7 +163,7 @@ def _groups(plan: MemoryPlan) -> Table:
 
 def _requests(plan: MemoryPlan) -> Table:
     """What one request owns in each group."""
-    from kvgroups.cli.sizes import in_units
+    from kvgroups.sizes import in_units
 
     table = _table("bytes of one request", *_lengths(plan))
     for group in plan.groups:

@@ -9,8 +9,8 @@ import torch
 from transformers import TextStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from kvgroups.cli.sizes import in_units
 from kvgroups.manager import Manager
+from kvgroups.sizes import in_units
 from kvgroups.usage import Usage
 
 

@@ -127,7 +127,7 @@ def test_a_refusal_names_the_group_the_need_and_what_there_is(make_bench):
     with pytest.raises(
         OutOfBlocksError,
         match="group 'full': 2 requests of up to 49 tokens need 8 blocks of 16 tokens and there are 7; "
-        "give more memory, or fewer or shorter requests",
+        "raise the config's `memory`, or pass fewer or shorter requests",
     ):
         bench.manager.check_fits(2, 30, 49)
     with pytest.raises(OutOfBlocksError, match="group 'state': 3 requests .* need 3 .* there are 2"):
@@ -140,8 +140,8 @@ def test_a_refusal_in_bytes_names_the_largest_group(make_bench):
     bench.manager.check_fits(1, 30, 128)
     with pytest.raises(
         OutOfBlocksError,
-        match=r"memory: 1 requests of up to 129 tokens need 5 slabs of 1024 bytes \(group 'full': 9 blocks\) and there "
-        "are 4; give more memory, or fewer or shorter requests",
+        match=r"memory: 1 requests of up to 129 tokens need 5120 bytes \(5 KiB\) \(group 'full': 9 blocks\) and "
+        r"there are 4096 bytes \(4 KiB\); raise the config's `memory`, or pass fewer or shorter requests",
     ):
         bench.manager.check_fits(1, 30, 129)
 

@@ -429,8 +429,8 @@ def test_a_cap_in_bytes_is_kept_to_the_slab(make_bench):
         else:
             with pytest.raises(
                 OutOfBlocksError,
-                match="group 'full': 8 blocks are needed, with those of other groups 2 slabs and 0 runs of 1, and 1 of "
-                "2 slabs of 1024 bytes are free; give more memory or fewer requests",
+                match=r"memory: 2048 bytes \(2 KiB\) more are needed \(group 'full': 8 blocks\), and of 2048 bytes "
+                r"\(2 KiB\) there are 1024 bytes \(1 KiB\) free; raise the config's `memory` to 3072 bytes \(3 KiB\), ",
             ):
                 bench.open(0, 8 * 16)
         assert bench.manager.usage().allocated_bytes <= memory
@@ -440,7 +440,7 @@ def test_a_cap_in_bytes_is_kept_to_the_slab(make_bench):
 def test_a_cap_that_cannot_hold_one_block_of_each_group_is_refused_at_once(make_bench):
     with pytest.raises(
         OutOfBlocksError,
-        match=r"memory: 3071 bytes are 2 slabs of 1024, and one block of each group takes 3 \(3072 bytes\)",
+        match=r"memory: 3071 bytes \(2.999 KiB\), and one block of each group takes 3072 bytes \(3 KiB\)",
     ):
         make_bench({"full": (16,), "state": ()}, memory=3071)
     make_bench({"full": (16,), "state": ()}, memory=3072).open(0, 1)
@@ -451,7 +451,7 @@ def test_a_share_is_a_share_of_the_devices_memory(make_bench, monkeypatch):
     bench = make_bench({"full": (16,)}, memory=0.25)
     assert bench.manager.usage().allocated_bytes == 2048
     bench.open(0, 4 * 16)
-    with pytest.raises(OutOfBlocksError, match="0 of 2 slabs of 1024 bytes are free"):
+    with pytest.raises(OutOfBlocksError, match=r"of 2048 bytes \(2 KiB\) there are 0 bytes free"):
         bench.open(1, 1)
 
 

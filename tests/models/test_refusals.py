@@ -254,7 +254,8 @@ class TestGenerate:
         assert torch.equal(generate(), want)
         less = {**need, "full": need["full"] - 1} if memory == "blocks" else nbytes - 1
         kvgroups.patch(model, kvgroups.infer_config(model, memory=less))
-        numbers = "'full'.*12.*11" if memory == "blocks" else f"need {slabs} slabs.*'full'.* there are {slabs - 1};"
+        there = nbytes - plan.slab_bytes
+        numbers = "'full'.*12.*11" if memory == "blocks" else f"need {nbytes} bytes .*'full'.* there are {there} bytes"
         with pytest.raises(OutOfBlocksError, match=numbers):
             generate()
         assert vars(model)["_kvgroups"].context.manager.usage().held_bytes == 0

@@ -35,7 +35,7 @@ LAYERS = (
     "ops",
     "kernels",
     "specs",
-    "errors constants",
+    "errors constants sizes",
 )
 """Highest first. A part, a module or a folder of kvgroups, imports its own layer and those below it."""
 
@@ -49,8 +49,8 @@ LIBRARIES_ONLY_IN = {
     "triton": "kvgroups.kernels.*.triton_impl kvgroups.kernels.*.triton_ragged "
     "kvgroups.testing.dry_driver kvgroups.testing.machine_code",
     "transformers": "kvgroups.model_adapters* kvgroups.cache* kvgroups.patching* kvgroups.parity* "
-    "kvgroups.specs.infer kvgroups.specs.probe kvgroups.engine.sampling kvgroups.testing* kvgroups.cli* "
-    "benchmarks* examples*",
+    "kvgroups.specs.infer kvgroups.specs.model_kind kvgroups.specs.probe kvgroups.engine.sampling kvgroups.testing* "
+    "kvgroups.cli* benchmarks* examples*",
 }
 """Patterns of the modules that may import the library at all."""
 

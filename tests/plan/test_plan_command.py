@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from kvgroups.cli import app
 from kvgroups.cli.errors import UsageError
-from kvgroups.cli.sizes import in_units, parse_bytes
+from kvgroups.cli.sizes import parse_bytes
+from kvgroups.sizes import in_units
 from kvgroups.specs.presets import preset_names
 from kvgroups.testing import tiny
 
