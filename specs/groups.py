@@ -254,7 +254,7 @@ class KVGroupsConfig(SpecModel):
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise SpecError(
-                f"{path}: cannot be read ({error.strerror}); expected a YAML or JSON file that KVGroupsConfig.save wrote"
+                f"{path}: cannot be read: {error.strerror}; expected a YAML or JSON file that KVGroupsConfig.save wrote"
             ) from error
         except UnicodeDecodeError:
             raise SpecError(f"{path}: expected text in UTF-8, got bytes that are none") from None

@@ -166,10 +166,6 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _read_config(path: Path) -> KVGroupsConfig:
-    from kvgroups.cli.errors import UsageError
     from kvgroups.specs import KVGroupsConfig
 
-    try:
-        return KVGroupsConfig.load(path)
-    except OSError as error:
-        raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None
+    return KVGroupsConfig.load(path)
