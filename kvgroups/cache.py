@@ -437,9 +437,10 @@ def _counted(number: int, noun: str) -> str:
 
 def _crop_to(kept: int, held: int) -> str:
     """What to say of a positive number: it was the length to keep, once."""
-    right = f"to keep {kept} of the {held} tokens here write crop({kept - held})" if kept < held else (
-        f"the cache holds {held} tokens, so there is nothing to remove"
-    )
+    if kept < held:
+        right = f"to keep {kept} of the {held} tokens here write crop({kept - held})"
+    else:
+        right = f"the cache holds {held} tokens, so there is nothing to remove"
     return (
         f"crop: expected minus the number of tokens to remove, got {kept}; older versions of transformers took the length "
         f"to keep: {right}"
