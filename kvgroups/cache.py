@@ -188,7 +188,7 @@ class GroupedCache(Cache):
             parts = [_counted(len(counts), "row"), tokens if fewest == most else f"{fewest} to {tokens}"]
         parts.append(f"{in_units(sum(held.values()))} in {', '.join(held)}")
         if self.is_broken:
-            parts.append("broken by a failed forward")
+            parts.append("broken")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     @_whole

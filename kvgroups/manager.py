@@ -573,7 +573,7 @@ class Manager:
 
     def held_bytes(self, requests: Sequence[Request]) -> dict[str, int]:
         """Group -> bytes of the blocks that these requests hold; one that several hold counts once."""
-        with self._guard:
+        with self.guard:
             return self._accounts.held_bytes(requests)
 
     def reset_peak(self) -> None:

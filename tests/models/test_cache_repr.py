@@ -58,10 +58,10 @@ def test_a_cache_of_a_model_that_is_patched_no_more():
     assert repr(cache).startswith("GroupedCache(1 row, 1 token, ")
 
 
-def test_a_cache_that_a_failed_forward_has_broken(model):
+def test_a_cache_that_no_longer_matches_its_tokens(model):
     cache = kvgroups.GroupedCache(model)
     cache.is_broken = True
-    assert repr(cache) == "GroupedCache(empty, 0 B in window, full, broken by a failed forward)"
+    assert repr(cache) == "GroupedCache(empty, 0 B in window, full, broken)"
 
 
 @pytest.mark.parametrize(
