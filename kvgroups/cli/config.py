@@ -16,15 +16,10 @@ def config(
     from kvgroups.cli.errors import usage_errors
 
     with usage_errors():
-        import yaml
-
         from kvgroups import infer_config
         from kvgroups.cli.models import load_model, parse_dtype
         from kvgroups.cli.output import quiet_stdout
 
         with quiet_stdout():
             inferred = infer_config(load_model(model, dtype=parse_dtype(dtype))[0])
-        if as_json:
-            typer.echo(inferred.model_dump_json(indent=2))
-        else:
-            typer.echo(yaml.safe_dump(inferred.model_dump(mode="json"), sort_keys=False), nl=False)
+        typer.echo(inferred.model_dump_json(indent=2) if as_json else str(inferred))
