@@ -18,6 +18,7 @@ from kvgroups.parity.speed import measure_speed
 from kvgroups.parity.workloads import WORKLOADS, Workload, make_plan
 from kvgroups.patching import Patch, patch, unpatch
 from kvgroups.specs import GroupConfig, KVGroupsConfig
+from kvgroups.specs.model_kind import check_model
 
 _TINY_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: with more they spend their time waiting."""
@@ -75,6 +76,7 @@ def check_parity(
         >>> report.passed, report.workload("single").tokens_agree
         (True, 8)
     """
+    check_model(model)
     chosen = _choose(workloads)
     if max_new_tokens < 1:
         raise UnsupportedCallError(f"max_new_tokens: got {max_new_tokens}; must be at least 1")

@@ -379,6 +379,8 @@ def test_what_cannot_be_run_is_refused_in_a_sentence(arguments, message):
 def test_a_model_that_cannot_be_served_is_refused():
     with pytest.raises(UnsupportedModelError, match="Rwkv"):
         check_parity(tiny("rwkv"))
+    with pytest.raises(UnsupportedModelError, match="expected a model, got the str 'llama'"):
+        check_parity("llama")
 
 
 # The report
