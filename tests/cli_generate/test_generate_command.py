@@ -56,7 +56,14 @@ def test_a_temperature_of_zero_is_greedy(greedy: str):
     assert generate("tiny-gemma3", "--prompt", PROMPT, *options).stdout == greedy + "\n"
 
 
-@pytest.mark.parametrize("option", [("--temperature", 1.5), ("--top-k", 20), ("--top-p", 0.99)])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--temperature", 1.5),
+        pytest.param(("--top-k", 20), marks=pytest.mark.slow),
+        pytest.param(("--top-p", 0.99), marks=pytest.mark.slow),
+    ],
+)
 def test_a_seed_gives_the_same_sample_again(option: tuple, greedy: str):
     def sample(seed: int) -> str:
         options = ["--max-new-tokens", 20, "--seed", seed, *option]

@@ -199,7 +199,7 @@ def test_references_can_be_read_only():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_pool_leases_no_more_slabs_than_its_peak_fills(calls):
     """What admission relies on: a slab is leased only when all others are full, however blocks come and go."""
     pool, owned, peak = pool_of(200), [], 0

@@ -61,7 +61,7 @@ def is_admitted(bench, paddings, prompt_len, max_len, chunk_size) -> bool:
 
 
 @given(groups=groups, workload=workloads(), max_rewind=st.integers(0, 5))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_equal_requests_are_admitted_exactly_when_they_fit(make_bench, groups, workload, max_rewind):
     paddings, prompt_len, max_len, chunk_size = workload
     workload = [0] * len(paddings), prompt_len, max_len, chunk_size
@@ -80,7 +80,7 @@ def test_equal_requests_are_admitted_exactly_when_they_fit(make_bench, groups, w
 
 
 @given(groups=groups, workload=workloads(), max_rewind=st.integers(0, 5))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_padded_requests_that_are_admitted_run_to_the_end(make_bench, groups, workload, max_rewind):
     paddings, prompt_len, max_len, chunk_size = workload
     peaks = run(make_bench(groups, max_rewind=max_rewind), *workload)
@@ -98,7 +98,7 @@ def test_padded_requests_that_are_admitted_run_to_the_end(make_bench, groups, wo
 
 
 @given(groups=groups, workload=workloads(), max_rewind=st.integers(0, 5), state_floats=st.sampled_from([1, 1280]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_budget_of_exactly_the_need_is_enough_and_one_byte_less_is_refused(
     make_bench, groups, workload, max_rewind, state_floats
 ):

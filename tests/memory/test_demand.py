@@ -46,7 +46,7 @@ rows = st.tuples(st.integers(0, 80), st.integers(0, 40), st.integers(0, 5), st.i
 
 
 @given(name=st.sampled_from(list(GROUPS)), steps=st.lists(rows, max_size=6), max_rewind=st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_several_requests_need_what_each_needs_alone(make_bench, name, steps, max_rewind):
     demand = demand_of(make_bench, name, max_rewind)
     computed, counts, rewinds, released = np.array(steps, dtype=np.int64).reshape(-1, 4).T

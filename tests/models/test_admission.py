@@ -7,7 +7,7 @@ import kvgroups
 from kvgroups.errors import OutOfBlocksError, UnsupportedCallError
 from kvgroups.testing import tiny
 
-FAMILIES = ["llama", "gemma3_text", "bamba"]
+FAMILIES = [pytest.param("llama", marks=pytest.mark.slow), "gemma3_text", "bamba"]
 
 
 def prompts(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ def one_turn(inputs, **options):
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
-        ((13,), {}),
+        pytest.param((13,), {}, marks=pytest.mark.slow),
         ((13,), {"max_new_tokens": 1}),
         ((3, 21, 14), {}),
         ((3, 21, 14), {"prefill_chunk_size": 5}),

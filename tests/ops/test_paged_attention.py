@@ -55,8 +55,20 @@ def test_torch_form_is_as_good_as_the_reference(case, layout, dtype, prepared, a
         assert_same_bits(tensor, copy)  # attention reads only
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _interpreted(case: Case, *dtypes: torch.dtype) -> tuple[pytest.MarkDecorator, ...]:
+    """The interpreter takes seconds a case: every case in fp32 and every third in the other dtypes, the rest is slow."""
+    is_rare = CASES.index(case) % 3 != 0 and torch.float32 not in dtypes
+    return (pytest.mark.slow,) if is_rare else ()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=_interpreted(case, dtype))
+        for case in CASES
+        for dtype in DTYPES
+    ],
+)
 def test_triton_form_is_as_good_as_the_reference(case, dtype, prepared, assert_same_bits, triton_backend):
     layout = LAYOUTS[(CASES.index(case) + DTYPES.index(dtype)) % 2]  # the layouts differ in strides only
     batch, reference_output, truth = prepared(case, layout, dtype)
@@ -66,7 +78,7 @@ def test_triton_form_is_as_good_as_the_reference(case, dtype, prepared, assert_s
         assert_same_bits(tensor, copy)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=_interpreted(case)) for case in CASES])
 def test_triton_tiles_change_nothing(case, prepared, triton_backend, monkeypatch):
     """With the smallest tiles a case takes several programs and several turns of each loop."""
     monkeypatch.setitem(TILES, "sm_90", SMALLEST)
