@@ -17,6 +17,14 @@ from kvgroups.testing.oracle import oracle_logits
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal():
+    """A process that was started in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
