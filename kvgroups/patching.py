@@ -77,6 +77,8 @@ def patch(
         True
     """
     check_model(model)
+    if not isinstance(fused, bool):
+        raise UnsupportedCallError(f"fused: expected True or False, got {fused!r}")
     with ops.use_backend(backend):  # refuses a name that no kernel knows
         pass
     config = _valid(config)

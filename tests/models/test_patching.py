@@ -310,6 +310,14 @@ def test_a_model_on_the_reference_kernels(family):
     assert torch.equal(model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False), want)
 
 
+@pytest.mark.parametrize("fused", ["no", None, 1])
+def test_fused_is_yes_or_no(fused):
+    model = tiny("bamba")
+    with pytest.raises(UnsupportedCallError, match="fused: expected True or False"):
+        kvgroups.patch(model, fused=fused)
+    assert not kvgroups.is_patched(model)
+
+
 def test_a_backend_that_nobody_knows():
     model = tiny("llama")
     with pytest.raises(BackendUnavailableError, match="got 'cuda'"):
