@@ -571,6 +571,10 @@ class Manager:
         with self.guard:
             return self._accounts.usage(self._roster)
 
+    def held_blocks(self, request: Request, name: str) -> np.ndarray:
+        """(n,), int32: what a request holds of the group called `name`: its row's blocks, and its checkpoint's slot."""
+        return self._groups[name].held_blocks(request)
+
     def held_bytes(self, requests: Sequence[Request]) -> dict[str, int]:
         """Group -> bytes of the blocks that these requests hold; one that several hold counts once."""
         with self.guard:

@@ -76,7 +76,6 @@ class PendingOps:
                 storages[first.group].copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
 
 
-
 def _batches(ops: Sequence[_Copy | _Poison]) -> Iterator[list[Any]]:
     """Neighbours that are done at once: copies in one group of which none writes what another reads or writes."""
     batch: list[_Copy | _Poison] = []

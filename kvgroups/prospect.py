@@ -17,7 +17,7 @@ from kvgroups.batch_plan import column_ends
 from kvgroups.constants import NULL_BLOCK_ID
 from kvgroups.demand import GroupDemand
 from kvgroups.errors import OutOfBlocksError
-from kvgroups.manager import Manager, Request
+from kvgroups.manager import Manager
 from kvgroups.rows import CacheRows
 from kvgroups.sizes import exactly
 
@@ -147,7 +147,7 @@ class _Holding:
     def of(cls, manager: Manager, name: str, rows: CacheRows) -> _Holding:
         pool, plan = manager.pool(name), manager.plan.group(name)
         requests = list({id(request): request for request in rows.requests}.values())
-        own = [_blocks(request, name) for request in requests]
+        own = [manager.held_blocks(request, name) for request in requests]
         blocks, counts = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *own]), return_counts=True)
         is_alone = pool.references[blocks] == counts
         of_others = pool.references > 0
@@ -157,14 +157,6 @@ class _Holding:
         leases = np.unique(others // plan.blocks_per_lease)
         saved = int(counts.sum() - is_alone.sum())
         return cls(len(others), len(leases) * plan.blocks_per_lease, saved)
-
-
-def _blocks(request: Request, name: str) -> np.ndarray:
-    """(n,), int64: the blocks of a request's row, without null blocks, and its checkpoint's slot."""
-    table = request.tables[name]
-    blocks = table.table[request.row, : table.num_blocks_per_row[request.row]].astype(np.int64)
-    slots = request.checkpoint.slots if request.checkpoint is not None else {}
-    return np.concatenate([blocks[blocks != NULL_BLOCK_ID], [slots[name]] if name in slots else []]).astype(np.int64)
 
 
 def _peak(demand: GroupDemand, prospect: Prospect, holding: _Holding) -> int:
