@@ -1,4 +1,4 @@
-"""What the Triton kernels do on a GPU, in under eight minutes. Correctness first: a wrong kernel is not timed.
+"""What the Triton kernels do on a GPU, meant for under eight minutes. Correctness first: a wrong kernel is not timed.
 
     python -m benchmarks.gpu                       # writes benchmarks/results/gpu.json and gpu.md
     python -m benchmarks.gpu --only decode prefill

@@ -247,13 +247,17 @@ class CachedForward:
 
     def _keep_states(self, requests: Sequence[Request]) -> None:
         """Copy states to checkpoints after a pass of one token each, whose kernels keep none on the way."""
-        manager = self.context.manager
+        copies: dict[str, list[tuple[int, int]]] = {}
         for request in requests:
             checkpoint = request.checkpoint
             assert checkpoint is not None  # set for this forward
             if checkpoint.num_tokens == request.num_computed_tokens + 1:
                 for name, slot in checkpoint.slots.items():
-                    manager.storage(name).copy_blocks([int(request.tables[name].table[request.row, 0])], [slot])
+                    running = int(request.tables[name].table[request.row, 0])
+                    copies.setdefault(name, []).append((running, slot))
+        for name, pairs in copies.items():
+            sources, targets = zip(*pairs, strict=True)
+            self.context.manager.storage(name).copy_blocks(sources, targets)
 
     # Rows and positions
 
