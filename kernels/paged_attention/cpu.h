@@ -6,11 +6,11 @@
 
 #include <stdint.h>
 
+#include "operand.h"
+
 namespace kvgroups {
 
 // Functions here are static: each instruction set's build keeps its own.
-
-enum ElementType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // Tokens of (tokens, heads, d) or pages of (blocks, heads, tokens, d); strides in elements, d is contiguous.
 struct Tokens { const char* data; int64_t token_stride, head_stride; };
@@ -47,10 +47,7 @@ struct Partial {
 };
 
 constexpr int64_t MAX_SPAN = 512;
-constexpr int64_t TILE = 64;     // keys whose scores are in hand at once
-constexpr int64_t PADDING = 16;  // rows of floats are padded to this, which every vector width divides
-
-static inline int64_t padded(int64_t size) { return (size + PADDING - 1) / PADDING * PADDING; }
+constexpr int64_t TILE = 64;  // keys whose scores are in hand at once
 
 // Floats that `attend_span` wants for itself: the queries, and scores of the rows that are in hand.
 static inline int64_t scratch_size(int64_t rows, int64_t dim) { return rows * padded(dim) + 4 * (TILE + PADDING); }

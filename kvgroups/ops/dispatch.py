@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvgroups.errors import BackendUnavailableError
+from kvgroups.kernels.causal_conv1d import cpu_impl as causal_conv1d_cpu
 from kvgroups.kernels.causal_conv1d import reference as causal_conv1d_reference
 from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
 from kvgroups.kernels.copy_blocks import reference as copy_blocks_reference
@@ -171,6 +172,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "causal_conv1d_update": {
         "triton": _triton("causal_conv1d", "causal_conv1d_update"),
+        "cpu": _cpu(causal_conv1d_cpu, "causal_conv1d_update"),
         "torch": Form(causal_conv1d_torch.causal_conv1d_update),
         "reference": Form(causal_conv1d_reference.causal_conv1d_update),
     },

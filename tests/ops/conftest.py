@@ -1,5 +1,6 @@
 """Memory as the kernels meet it: views inside a larger tensor, NaN in everything that nobody owns."""
 
+import dataclasses
 import inspect
 import os
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -7,6 +8,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 import pytest
 import torch
 
+from kvgroups.kernels.cpu_library import ISAS, cpu_library
 from tests.ops.attention_cases import attend, build, oracle
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,6 +60,17 @@ def backend(request):
 def triton_backend(request):
     """For what is promised by every form, but shown here for the Triton one alone."""
     return request.param
+
+
+HERE = [number for number in ISAS if number <= cpu_library().isa and (number > 1) == (cpu_library().isa > 1)]
+"""Instruction sets that this processor has and the library was built for."""
+
+
+@pytest.fixture(params=HERE or [0], ids=lambda number: ISAS.get(number, "none"))
+def cpu_isa(request, monkeypatch):
+    """`cpu_isa(cpu_impl)` makes that form run what the library holds for an instruction set, each in turn."""
+    other = dataclasses.replace(cpu_library(), isa=request.param)
+    return lambda cpu_impl: monkeypatch.setattr(cpu_impl, "cpu_library", lambda: other)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from kvgroups import ops
 from kvgroups.errors import ShapeError
-from kvgroups.ops import dispatch
+from kvgroups.kernels.cpu_library import cpu_library
+from tests.ops.conftest import needs_interpreter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ONE_REQUEST = {"initial_slots": torch.tensor([0]), "final_slots": torch.tensor([1])}
@@ -20,11 +21,11 @@ def scan_backend(request):
     return request.param
 
 
-@pytest.fixture
-def update_backend(backend):
-    if backend not in dispatch.FORMS["causal_conv1d_update"]:
-        pytest.skip("has no such form")
-    return backend
+@pytest.fixture(params=["reference", "torch", "cpu", pytest.param("triton", marks=needs_interpreter)])
+def update_backend(request):
+    if request.param == "cpu" and cpu_library().functions is None:
+        pytest.skip(cpu_library().reason)
+    return request.param
 
 
 def drawing(dtype=torch.float32, seed=0):
@@ -93,7 +94,7 @@ def test_a_decode_is_that_of_transformers(
         x, states, slots, weight, bias, activation=activation, backend=update_backend
     )
     assert error(ours, exact) <= max(error(theirs, exact), 2 * ulp(dtype, exact))
-    if update_backend == "torch" and dtype != torch.float32:
+    if update_backend in ("torch", "cpu") and dtype != torch.float32:
         assert torch.equal(ours, theirs)
     expected[slots.long(), 3 : 3 + 6 * width] = theirs_states.flatten(1)
     assert_same_bits(arena, expected)

@@ -1,30 +1,22 @@
 """The C++ form of attention: as good as the reference, the same in any company, and sparing of what it is not for."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels import cpu_library as library_module
-from kvgroups.kernels.cpu_library import ISAS, CpuLibrary, cpu_library
+from kvgroups.kernels.cpu_library import CpuLibrary, cpu_library
 from kvgroups.kernels.paged_attention import cpu_impl
 from kvgroups.ops import dispatch
 from tests.ops.attention_cases import CASES, DTYPES, LAYOUTS, NAMED, Case, assert_close, attend, build
 
 pytestmark = pytest.mark.skipif(cpu_library().functions is None, reason=cpu_library().reason or "it is there")
 
-HERE = [name for number, name in ISAS.items() if number <= cpu_library().isa and (number > 1) == (cpu_library().isa > 1)]
-"""Instruction sets that this processor has and the library was built for."""
-
-
-@pytest.fixture(params=HERE or ["none"])
-def isa(request, monkeypatch):
+@pytest.fixture
+def isa(cpu_isa):
     """Run what the library holds for each instruction set."""
-    number = next(number for number, name in ISAS.items() if name == request.param)
-    other = dataclasses.replace(cpu_library(), isa=number)
-    monkeypatch.setattr(cpu_impl, "cpu_library", lambda: other)
+    cpu_isa(cpu_impl)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -175,6 +175,34 @@ INLINE Vector hyperbolic_tangent(Vector x) {
   return select(size < 0.625f, series, select(x < 0.0f, -quotient, quotient));
 }
 
+// The natural logarithm of a normal number, to about one unit in the last place.
+INLINE Vector logarithm(Vector x) {
+  Bits bits = reinterpret<Bits>(x);
+  Vector exponent = __builtin_convertvector((Integers)(bits >> 23) - 126, Vector);
+  Vector part = reinterpret<Vector>((bits & 0x007fffff) | 0x3f000000);  // from 1/2 to 1
+  Integers is_low = part < 0.707106781f;
+  exponent = select(is_low, exponent - 1.0f, exponent);
+  Vector rest = select(is_low, part + part, part) - 1.0f, square = rest * rest;
+  Vector series = rest * 7.0376836292e-2f - 1.1514610310e-1f;
+  series = series * rest + 1.1676998740e-1f;
+  series = series * rest - 1.2420140846e-1f;
+  series = series * rest + 1.4249322787e-1f;
+  series = series * rest - 1.6668057665e-1f;
+  series = series * rest + 2.0000714765e-1f;
+  series = series * rest - 2.4999993993e-1f;
+  series = series * rest + 3.3333331174e-1f;
+  series = series * rest * square - exponent * 2.12194440e-4f - square * 0.5f;
+  return rest + series + exponent * 0.693359375f;
+}
+
+// log(1 + e^x), and x itself from 20 on, as torch has it. The last term is what the sum 1 + e^x rounds away.
+INLINE Vector softplus(Vector x) {
+  Vector power = exponential(x), sum = 1.0f + power;
+  return select(x > 20.0f, x, logarithm(sum) + (power - (sum - 1.0f)) / sum);
+}
+
+INLINE Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }
+
 // Bring a run of bytes into the second level of cache ahead of its use.
 INLINE void prefetch(const void* from, int64_t num_bytes) {
   for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch((const char*)from + byte, 0, 2);
