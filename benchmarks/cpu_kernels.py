@@ -206,8 +206,7 @@ def update_case(shape: tuple[int, ...], dtype: torch.dtype, batch: int, eager: C
         calls["dense"].append(
             lambda state=dense, x=x, dt=dt, a=a, b=b, c=c, options=options: eager(state, x, dt, a, b, c, **options)
         )
-        serves_all = len(shape) == 3 and dtype == torch.float32  # the C++ form is for Mamba-2 in fp32
-        for backend in backends("selective_state_update") if serves_all else ["torch"]:
+        for backend in backends("selective_state_update"):
             calls.setdefault(backend, []).append(
                 lambda states=states, slots=slots, x=x, dt=dt, a=a, b=b, c=c, options=options, backend=backend: (
                     ops.selective_state_update(states, slots, x, dt, a, b, c, **options, backend=backend)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvgroups import ops
-from kvgroups.errors import BackendUnavailableError, ShapeError
+from kvgroups.errors import ShapeError
 from kvgroups.kernels.cpu_library import cpu_library
 from kvgroups.kernels.state_update import torch_impl
 from tests.ops.conftest import needs_interpreter
@@ -23,9 +23,8 @@ def backend(request):
     """The forms of `conftest.py` and the C++ one."""
     if request.param == "cpu" and cpu_library().functions is None:
         pytest.skip(cpu_library().reason)
-    others = {mamba1, torch.bfloat16, torch.float16, torch.float64}
-    if request.param == "cpu" and any(value in others for value in request.node.callspec.params.values()):
-        pytest.skip("is for Mamba-2 in fp32, see test_the_cpu_form_is_for_mamba2_in_fp32")
+    if request.param == "cpu" and "state_dtype" in request.node.callspec.params:
+        pytest.skip("takes states in fp32 or the dtype of x, see test_cpu_state_update.py")
     return request.param
 
 
@@ -133,7 +132,7 @@ def test_a_decode_is_that_of_transformers(form, dtype, backend, nan_arena):
     our_states = states[SLOTS[:3].long()]
     their_error = error(their_states[:3], exact_states[:3])
     assert error(our_states, exact_states[:3]) <= max(1.5 * their_error, 4 * ulp(torch.float32, exact_states))
-    if backend == "torch" and dtype != torch.float32:
+    if backend in ("torch", "cpu") and dtype != torch.float32:
         assert torch.equal(ours[:3], theirs[:3])  # a 16-bit model decodes to the same tokens
 
 
@@ -300,53 +299,3 @@ def test_a_wrong_call_is_refused(form, changed, message):
     ops.selective_state_update(**arguments)
     with pytest.raises(ShapeError, match=message):
         ops.selective_state_update(**arguments | changed)
-
-
-needs_cpu_kernels = pytest.mark.skipif(cpu_library().functions is None, reason=cpu_library().reason or "built")
-
-
-@needs_cpu_kernels
-@pytest.mark.parametrize(
-    ("form", "dtype", "reason"),
-    [
-        (mamba2, torch.bfloat16, "needs x in float32, got bfloat16"),
-        (mamba1, torch.float32, "needs the heads of Mamba-2, got the channels of Mamba-1"),
-    ],
-)
-def test_the_cpu_form_is_for_mamba2_in_fp32(form, dtype, reason, nan_arena):
-    """In 16 bits transformers rounds in between, and so does the torch form: auto goes on to it."""
-    args, given = form(dtype)
-    _, states, _ = filled(nan_arena, args)
-    with pytest.raises(BackendUnavailableError, match=f"{reason}.*backend='torch' serves it"):
-        ops.selective_state_update(states, SLOTS, *args, backend="cpu", **given)
-    assert ops.selective_state_update(states, SLOTS, *args, **given).dtype == dtype
-
-
-@needs_cpu_kernels
-def test_the_cpu_form_updates_large_states_on_any_number_of_threads_alike(nan_arena):
-    """Heads of more rows than a thread takes at once, and rows that no vector divides."""
-    draw, inner = drawing(), (3, 130)
-    A = -drawing(seed=1)(*inner, 37).exp()
-    args = draw(4, *inner), draw(4, *inner), A, draw(4, 1, 37), draw(4, 1, 37)
-    _, states, _ = filled(nan_arena, args)
-    _, again, _ = filled(nan_arena, args)
-    threads = torch.get_num_threads()
-    one = ops.selective_state_update(states, SLOTS, *args, dt_softplus=True, backend="cpu")
-    torch.set_num_threads(threads + 2)
-    try:
-        other = ops.selective_state_update(again, SLOTS, *args, dt_softplus=True, backend="cpu")
-    finally:
-        torch.set_num_threads(threads)
-    assert one[:3].isfinite().all()
-    assert torch.equal(one[:3], other[:3])
-    assert torch.equal(states[SLOTS[:3].long()], again[SLOTS[:3].long()])
-
-
-@needs_cpu_kernels
-def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(nan_arena, assert_same_bits):
-    args, given = mamba2()
-    arena, states, _ = filled(nan_arena, args)
-    before = arena.clone()
-    with pytest.raises(IndexError, match="slots: expected slots from 0 to 11, got 0 to 12"):
-        ops.selective_state_update(states, torch.tensor([5, 12, 0, 1]), *args, backend="cpu", **given)
-    assert_same_bits(arena, before)
