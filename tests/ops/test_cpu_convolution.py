@@ -28,9 +28,10 @@ def drawing(dtype, seed=0):
 
 
 def operands(nan_arena, dtype, channels, width):
-    """A call of four rows, and the arena of its states: twelve slots, NaN but for the three that are named."""
+    """A call of four rows, and the arena of its states: twelve slots, NaN but for the null one and the three named."""
     draw = drawing(dtype)
     arena, states = nan_arena(12, channels, width, dtype=dtype)
+    states[0] = 7.0  # a NaN that is written over a NaN would not show
     states[SLOTS[REAL]] = draw(3, channels, width)
     x = draw(4, channels)
     x[1] = float("nan")

@@ -36,10 +36,11 @@ def drawing(dtype, seed=0):
 
 
 def operands(nan_arena, shape, dtype, state_dtype=torch.float32, groups=2):
-    """A call of four rows as mixers make it, its options, and the arena of its states, NaN but for the three named."""
+    """A call of four rows as mixers make it, its options, and the arena of its states."""
     *inner, state_size = shape
     draw, has_heads = drawing(dtype), len(shape) == 3
     arena, states = nan_arena(12, *shape, dtype=state_dtype)
+    states[0] = 7.0  # a NaN that is written over a NaN would not show
     states[SLOTS[REAL]] = drawing(state_dtype, seed=3)(3, *shape)
     x, z = draw(4, *inner), draw(4, *inner)
     b, c = draw(2, 4, *([groups] if has_heads else []), state_size)
