@@ -1,34 +1,49 @@
-"""Attention over blocks plus the step's own keys and values, batched: the shipped path on the CPU.
+"""Attention over blocks plus the step's own keys and values, batched: long prompts on the CPU, and everything where
+the C++ form was not built.
 
 Shapes in this file: b requests, t queries each, n keys each, h KV heads, g query heads per KV head, d dim.
 
 A step is cut into batches of requests that look alike, and each batch takes the cheapest way:
 
-* decode (one query on its own key): the visible blocks of all requests in one gather;
+* decode (one query on its own key): the visible blocks of requests of one length in one gather;
 * fresh (no history): the step's own tensors, no gather, no mask where plain causal attention will do;
 * anything else (a chunk on a history, fewer queries than keys): one request at a time.
+
+What is gathered goes into memory that the thread keeps (`kvgroups.kernels.scratch`), in pieces of some requests or of some
+KV heads, so that it is read again while it is near. No result lies in that memory.
 
 Start locations and computed counts are read once, with `.tolist()`: on a GPU that is a device-to-host sync.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from kvgroups.constants import NULL_BLOCK_ID
+from kvgroups.kernels.paged_attention import dense
+from kvgroups.kernels.paged_attention.dense import attend, nothing
+from kvgroups.kernels.paged_attention.gather import Pages
+from kvgroups.kernels.paged_attention.rule import Rule
+from kvgroups.kernels.scratch import KEPT_BYTES, Scratch
 
-MAX_MASK_ELEMENTS = 1 << 22
-"""Queries are taken in tiles so that a mask, or the scores where they are explicit, stays under this."""
+MAX_BIAS_ELEMENTS = 1 << 22
+"""Queries are taken in tiles so that a bias, or the scores where they are explicit, stays under this."""
 
-MAX_TILE = 512
-"""Queries in a masked tile at most: a longer tile of a window computes more of what it masks."""
+MAX_TILE = 256
+"""Queries in a tile with a bias at most: a longer one computes more of what it masks."""
 
-MAX_PACKED_QUERIES = 16
-"""Up to here the g query heads of a KV head become rows of one matrix, which reads each key once, not g
-times. Beyond it the work is bound by arithmetic, and packing would only make the mask g times larger."""
+GATHERED_BYTES = 8 << 20
+"""Keys and values that are gathered at once, for each thread: in pieces much smaller the calls cost more than is saved by
+finding them in a cache, and much larger ones are not found there."""
+
+ALIASED_BYTES = 4096
+"""Tokens this far apart, or a multiple of it, fall into the same few lines of a cache."""
+
+MIN_WINDOWED_TILE = 64
+"""Queries in a tile of a narrow window: fewer are not worth a call."""
+
+MIN_COPIED_KEYS, MIN_COPIED_QUERIES = 32, 512
+"""Keys and queries from which on copying them closer together costs less than their being aliased."""
 
 
 def paged_attention(
@@ -54,18 +69,21 @@ def paged_attention(
     max_seq_len=None,
 ):
     """See `kvgroups.ops.paged_attention`."""
-    rule = _Rule(scale, window, chunk, softcap, sinks, return_lse)
-    pages = None if key_cache is None else _Pages(key_cache, value_cache, block_table, layout, ring_blocks)
-    output = _nothing(query[None], value.shape[2], rule, has_sinks=False)[0]
-    for rows in _batches(_rows(query_start_loc, kv_start_loc, num_computed_tokens), pages, rule):
-        if rows[0].is_fresh:
-            attended = _attend_fresh(rows, query, key, value, rule)
-        elif rows[0].is_decode:
-            attended = _attend_decode(rows, query, key, value, pages, rule)
+    rule = Rule(scale, window, chunk, softcap, sinks, return_lse)
+    pages = None if key_cache is None else Pages(key_cache, value_cache, block_table, layout, ring_blocks)
+    batches = _batches(list(_rows(query_start_loc, kv_start_loc, num_computed_tokens)), pages, rule)
+    has_graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    with Scratch(query.device, is_kept=not has_graph) as scratch:
+        if len(batches) == 1 and _covers(batches[0], query.shape[0]):
+            output = _attend_batch(batches[0], query, key, value, pages, rule, scratch).flatten(0, 1)
         else:
-            attended = _attend_chunk(rows[0], query, key, value, pages, rule)
-        _put(output, [row.query_start for row in rows], attended)
-    return (output[..., :-1].to(query.dtype), output[..., -1].contiguous()) if return_lse else output
+            output = nothing(query[None], value.shape[2], rule, has_sinks=False)[0]
+            for rows in batches:
+                attended = _attend_batch(rows, query, key, value, pages, rule, scratch)
+                _put(output, [row.query_start for row in rows], attended)
+    if return_lse:
+        return output[..., :-1].to(query.dtype), output[..., -1].contiguous()
+    return output.contiguous()
 
 
 class _Row(NamedTuple):
@@ -87,94 +105,18 @@ class _Row(NamedTuple):
         return self.query_len == self.key_len == 1
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What a query sees, and how its scores become weights."""
+class _Extent(NamedTuple):
+    """What a decode sees: tokens, counted from the start of its first gathered block, the last of them its own."""
 
-    scale: float
-    window: int | None
-    chunk: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    returns_lse: bool
-    """Whether the log-sum-exp is wanted: outputs then are fp32 with one more column, which holds it."""
+    first_block: int
+    seen: range
 
-    def first_visible(self, position):
-        """The lowest position that a query at `position` sees."""
-        first = 0
-        if self.window is not None:
-            first = max(first, position - self.window + 1)
-        if self.chunk is not None:
-            first = max(first, position // self.chunk * self.chunk)
-        return first
-
-    @property
-    def needs_scores(self):
-        """Whether the scores must be in hand, so that the fused kernel cannot serve."""
-        return self.softcap is not None or self.sinks is not None or self.returns_lse
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """The blocks of one layer and the table that leads to them."""
-
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    block_table: torch.Tensor
-    layout: str
-    ring_blocks: int
-
-    @property
-    def block_size(self):
-        return self.key_cache.shape[1 if self.layout == "NHD" else 2]
-
-    def gather(self, requests, first_blocks, num_blocks, num_more=0):
-        """`num_blocks` logical blocks of each request, from its first block on, as they lie: NaN and all.
-
-        Returns keys (b, h, n, d), values (b, h, n, d_v) and `is_null` (b, num_blocks * block_size), or None if no
-        block is null; n = num_blocks * block_size and `num_more` tokens that are left to the caller. Blocks
-        past the table repeat its last one: no key was ever there, and the caller masks them.
-        """
-        block_ids = self._block_ids(requests, first_blocks, num_blocks)
-        is_null = block_ids == NULL_BLOCK_ID
-        is_null = is_null.repeat_interleave(self.block_size, dim=1) if is_null.any() else None
-        keys = self._select(self.key_cache, block_ids, num_more)
-        return keys, self._select(self.value_cache, block_ids, num_more), is_null
-
-    def _block_ids(self, requests, first_blocks, num_blocks):
-        """The table's entries (b, num_blocks); `requests` ascend."""
-        width, device = self.block_table.shape[1], self.block_table.device
-        first, last = first_blocks[0], first_blocks[0] + num_blocks
-        is_rectangle = requests[-1] - requests[0] == len(requests) - 1 and len(set(first_blocks)) == 1
-        if is_rectangle and last <= (self.ring_blocks or width):
-            return self.block_table[requests[0] : requests[-1] + 1, first:last]
-        logical = torch.tensor(first_blocks, device=device)[:, None] + torch.arange(num_blocks, device=device)
-        logical = logical % self.ring_blocks if self.ring_blocks else logical.clamp(max=width - 1)
-        return self.block_table[torch.tensor(requests, device=device)[:, None], logical]
-
-    def _select(self, cache, block_ids, num_more):
-        """The blocks (b, num_blocks) of a cache, and more tokens, as a (b, h, n, d) view of one fresh tensor."""
-        b, num_blocks = block_ids.shape
-        *_, d = cache.shape
-        num_tokens = num_blocks * self.block_size
-        if self.layout == "NHD":
-            tokens = cache.new_empty(b, num_tokens + num_more, cache.shape[2], d)
-            blocks = tokens[:, :num_tokens].unflatten(1, (num_blocks, -1))
-            for request in range(b) if num_more else []:
-                torch.index_select(cache, 0, block_ids[request], out=blocks[request])
-            if not num_more:
-                torch.index_select(cache, 0, block_ids.flatten(), out=blocks.flatten(0, 1))
-            return tokens.transpose(1, 2)
-        # Heads first, so that the tokens of a request lie side by side without a second copy. Along dim 0 into
-        # a transposed output, since along dim 1 of a transposed cache torch copies the whole cache first.
-        heads = cache.new_empty(cache.shape[1], b, num_tokens + num_more, d)
-        for request in range(b) if num_more else []:
-            blocks = heads[:, request, :num_tokens].unflatten(1, (num_blocks, -1))
-            torch.index_select(cache, 0, block_ids[request], out=blocks.transpose(0, 1))
-        if not num_more:
-            blocks = heads.view(cache.shape[1], b * num_blocks, -1, d)
-            torch.index_select(cache, 0, block_ids.flatten(), out=blocks.transpose(0, 1))
-        return heads.transpose(0, 1)
+    @classmethod
+    def of(cls, row, pages, rule):
+        first = rule.first_visible(row.num_computed)
+        block = first // pages.block_size
+        start = block * pages.block_size
+        return cls(block, range(first - start, row.num_computed + 1 - start))
 
 
 def _rows(query_start_loc, kv_start_loc, num_computed_tokens):
@@ -191,96 +133,154 @@ def _rows(query_start_loc, kv_start_loc, num_computed_tokens):
 
 
 def _batches(rows, pages, rule):
-    """Lists of rows that can be attended together."""
-    batches = defaultdict(list)
+    """Lists of rows, each in the order of their requests, that can be attended together: what all of them see lies at the
+    same places, so nothing is padded and nothing masked. (Decodes of unlike length, padded to the longest, were slower
+    than one by one, short ones too.)"""
+    fresh, decodes, batches = defaultdict(list), defaultdict(list), []
     for row in rows:
         if row.is_fresh:
-            kind = ("fresh", row.query_len)
+            fresh[row.query_len].append(row)
         elif row.is_decode:
-            first = rule.first_visible(row.num_computed)
-            num_blocks = row.num_computed // pages.block_size - first // pages.block_size + 1
-            # Block counts of one power of two, so that padding to the longest at most doubles the work.
-            kind = ("decode", num_blocks.bit_length())
+            decodes[_Extent.of(row, pages, rule).seen].append(row)
         else:
-            kind = ("chunk", row.request)
-        batches[kind].append(row)
-    return batches.values()
+            batches.append([row])
+    batches += fresh.values()
+    for seen, alike in decodes.items():
+        bytes_of_row = pages.num_blocks(seen.stop) * pages.block_size * pages.num_heads * pages.bytes_of_token
+        most = max(1, int(_gathered_bytes(pages.table.device) // bytes_of_row))
+        batches += [alike[first : first + most] for first in range(0, len(alike), most)]
+    return batches
 
 
-def _attend_decode(rows, query, key, value, pages, rule):
-    """One query per request, on its history and its own key."""
-    block_size, device = pages.block_size, query.device
-    first_visible = [rule.first_visible(row.num_computed) for row in rows]
-    first_blocks = [first // block_size for first in first_visible]
-    # From here on tokens are counted from the start of each request's first gathered block.
-    start = [first - block * block_size for first, block in zip(first_visible, first_blocks, strict=True)]
-    own = [row.num_computed - block * block_size for row, block in zip(rows, first_blocks, strict=True)]
-    num_blocks = max(own) // block_size + 1
-    keys, values, is_null = pages.gather([row.request for row in rows], first_blocks, num_blocks)
+def _covers(rows, num_tokens):
+    """Whether the queries of rows of one length are all of the step's, in their order."""
+    length = rows[0].query_len
+    return len(rows) * length == num_tokens and all(row.query_start == i * length for i, row in enumerate(rows))
 
-    # The step's own key goes where it would be stored, in the copy: nothing need be concatenated.
-    batch, own_token = torch.arange(len(rows), device=device), torch.tensor(own, device=device)
+
+def _attend_batch(rows, query, key, value, pages, rule, scratch):
+    """The outputs (b, t, heads, d_v) of rows of one kind and length."""
+    if rows[0].is_fresh:
+        return _attend_fresh(rows, query, key, value, rule, scratch)
+    if rows[0].is_decode:
+        return _attend_decode(rows, query, key, value, pages, rule, scratch)
+    return _attend_chunk(rows[0], query, key, value, pages, rule, scratch)
+
+
+def _attend_fresh(rows, query, key, value, rule, scratch):
+    """Prompts of one length without history: nothing is gathered."""
+    starts, length = [row.query_start for row in rows], rows[0].query_len
     key_starts = [row.key_start for row in rows]
-    keys[batch, :, own_token] = _take(key, key_starts, 1)[:, 0]
-    values[batch, :, own_token] = _take(value, key_starts, 1)[:, 0]
+    query = _take(query, starts, length)
+    keys, values = (_take(each, key_starts, length).transpose(1, 2) for each in (key, value))
+    query, keys, values = _apart(query, keys, values, scratch)
+    return _attend_span(query, keys, values, rule, query_position=0, key_position=0)
 
-    seen = slice(min(start), max(own) + 1)
-    visible = None
-    if is_null is not None or len(set(start)) > 1 or len(set(own)) > 1:
-        token = torch.arange(num_blocks * block_size, device=device)
-        visible = (token >= torch.tensor(start, device=device)[:, None]) & (token <= own_token[:, None])
+
+def _apart(query, keys, values, scratch):
+    """The same query (b, t, heads, d), keys (b, h, n, d) and values, copied where tokens are a bad distance apart."""
+    operands = [query.transpose(1, 2), keys, values]
+    fewest = MIN_COPIED_QUERIES, MIN_COPIED_KEYS, MIN_COPIED_KEYS
+    copied = [
+        i
+        for i, each in enumerate(operands)
+        if each.shape[2] >= fewest[i] and each.stride(2) * each.element_size() % ALIASED_BYTES == 0
+    ]
+    if not copied or query.device.type != "cpu":
+        return query, keys, values
+    copies = scratch.empty(query.dtype, *(operands[i].numel() for i in copied))
+    for i, copy in zip(copied, copies, strict=True):
+        operands[i] = copy.view(operands[i].shape).copy_(operands[i])
+    return operands[0].transpose(1, 2), *operands[1:]
+
+
+def _attend_decode(rows, query, key, value, pages, rule, scratch):
+    """One query per request, on its history and its own key. All see the same places of what is gathered for them."""
+    extents = [_Extent.of(row, pages, rule) for row in rows]
+    first_blocks, seen = [extent.first_block for extent in extents], extents[0].seen
+    requests, key_starts = [row.request for row in rows], [row.key_start for row in rows]
+    query = _take(query, [row.query_start for row in rows], 1)
+    own_keys, own_values = (_take(each, key_starts, 1).squeeze(1) for each in (key, value))
+    num_blocks = pages.num_blocks(seen.stop)
+
+    def attend_heads(heads, query, rule):
+        keys, values, is_null = pages.gather(scratch, requests, first_blocks, num_blocks, heads=heads, seen=seen)
+        # The step's own key goes where it would be stored, in the copy: nothing need be concatenated.
+        keys.select(2, -1).copy_(_of_heads(own_keys, heads))
+        values.select(2, -1).copy_(_of_heads(own_values, heads))
+        bias = None
         if is_null is not None:
-            visible &= ~is_null
-            visible[batch, own_token] = True
-        _blank(keys, values, ~visible)
-        visible = visible[:, None, seen]
-    queries = _take(query, [row.query_start for row in rows], 1)
-    return _attend(queries, keys[:, :, seen], values[:, :, seen], rule, visible)
+            is_null[:, -1] = False  # the own key is there, wherever the table leads
+            _blank(keys, values, is_null)
+            bias = torch.zeros_like(is_null, dtype=query.dtype).masked_fill_(is_null, float("-inf"))[:, None]
+        return attend(query, keys, values, rule, bias)
+
+    bytes_of_head = len(rows) * num_blocks * pages.block_size * pages.bytes_of_token
+    return _by_heads(attend_heads, query, rule, pages, bytes_of_head)
 
 
-def _attend_fresh(rows, query, key, value, rule):
-    """Requests of one length without history."""
-    length, key_starts = rows[0].query_len, [row.key_start for row in rows]
-    queries = _take(query, [row.query_start for row in rows], length)
-    keys, values = (
-        _take(key, key_starts, length).transpose(1, 2),
-        _take(value, key_starts, length).transpose(1, 2),
-    )
-    return _attend_span(queries, keys, values, rule, query_position=0, key_position=0)
-
-
-def _attend_chunk(row, query, key, value, pages, rule):
+def _attend_chunk(row, query, key, value, pages, rule, scratch):
     """One request: its visible history, gathered, with the step's own keys behind it."""
-    queries = query[row.query_start : row.query_start + row.query_len][None]
-    keys = key[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None]
-    values = value[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None]
+    query = query[row.query_start : row.query_start + row.query_len][None]
+    own_keys, own_values = (
+        each[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None] for each in (key, value)
+    )
     # Right-aligned: the request's last query sits on its last key.
     query_position = row.num_computed + row.key_len - row.query_len
-    key_position, is_null = row.num_computed, None
     first = rule.first_visible(query_position)
-    if first < row.num_computed:
-        keys, values, is_null = _with_history(row, first, keys, values, pages)
-        key_position = first
-    return _attend_span(
-        queries, keys, values, rule, query_position=query_position, key_position=key_position, is_null=is_null
-    )
+    if first >= row.num_computed:
+        own = _apart(query, own_keys, own_values, scratch)
+        return _attend_span(*own, rule, query_position=query_position, key_position=row.num_computed)
+
+    def attend_heads(heads, query, rule):
+        own = _of_heads(own_keys, heads), _of_heads(own_values, heads)
+        keys, values, is_null = _with_history(row, first, *own, pages, heads, scratch)
+        return _attend_span(
+            query, keys, values, rule, query_position=query_position, key_position=first, is_null=is_null
+        )
+
+    bytes_of_head = (row.num_computed - first + row.key_len) * pages.bytes_of_token
+    return _by_heads(attend_heads, query, rule, pages, bytes_of_head)
 
 
-def _with_history(row, first, own_keys, own_values, pages):
+def _by_heads(attend_heads, query, rule, pages, bytes_of_head):
+    """`attend_heads(heads, query, rule)` for ranges of KV heads: as few as gather no more at once than they should, and no
+    fewer heads at once than there are threads."""
+    h, g = pages.num_heads, query.shape[2] // pages.num_heads
+    num_bytes = _gathered_bytes(query.device)
+    most = h if bytes_of_head * h <= num_bytes else max(int(num_bytes // bytes_of_head), torch.get_num_threads())
+    if most >= h:
+        return attend_heads(range(h), query, rule)
+    step = -(-h // -(-h // most))
+    outputs = []
+    for first in range(0, h, step):
+        heads = range(first, min(first + step, h))
+        query_heads = slice(heads.start * g, heads.stop * g)
+        outputs.append(attend_heads(heads, query[:, :, query_heads], rule.of_heads(query_heads)))
+    return torch.cat(outputs, dim=2)
+
+
+def _gathered_bytes(device):
+    """What may be gathered at once. Elsewhere than on the CPU nothing is gained by pieces."""
+    return min(GATHERED_BYTES * torch.get_num_threads(), KEPT_BYTES) if device.type == "cpu" else float("inf")
+
+
+def _with_history(row, first, own_keys, own_values, pages, heads, scratch):
     """Keys and values (1, h, n, d) of one request from position `first` to its end, and `is_null` (n,) or
     None."""
     first_block = first // pages.block_size
     start = first_block * pages.block_size
-    num_blocks = -(-row.num_computed // pages.block_size) - first_block
-    keys, values, is_null = pages.gather([row.request], [first_block], num_blocks, row.key_len)
+    num_blocks = pages.num_blocks(row.num_computed) - first_block
+    seen = range(first - start, row.num_computed - start + row.key_len)
+    keys, values, is_null = pages.gather(
+        scratch, [row.request], [first_block], num_blocks, heads=heads, seen=seen, num_more=row.key_len
+    )
     # The step's own keys go where they would be stored, in the copy: nothing need be concatenated.
-    own = slice(row.num_computed - start, row.num_computed - start + row.key_len)
-    keys[:, :, own], values[:, :, own] = own_keys, own_values
-    tokens = slice(first - start, own.stop)
-    keys, values = keys[:, :, tokens], values[:, :, tokens]
+    own = row.num_computed - first
+    keys[:, :, own:], values[:, :, own:] = own_keys, own_values
     if is_null is None:
         return keys, values, None
-    is_null = F.pad(is_null[:, first - start : own.start], (0, row.key_len))
+    is_null[:, own:] = False  # behind the last block, or in the rest of it
     _blank(keys, values, is_null)
     return keys, values, is_null[0]
 
@@ -294,130 +294,67 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
     position, end = max(query_position, 0), query_position + query.shape[1]
     tiles = []
     if position > query_position:  # a query before every key sees nothing
-        tiles = [_nothing(query[:, : min(position, end) - query_position], values.shape[3], rule)]
+        tiles = [nothing(query[:, : min(position, end) - query_position], values.shape[3], rule)]
     while position < end:
         first = max(key_position, rule.first_visible(position))
         stop = end if rule.chunk is None else min(end, (position // rule.chunk + 1) * rule.chunk)
-        if is_null is None and first == position and not rule.needs_scores:
-            # Nothing earlier is visible: a plain causal square, until a window begins to forget.
-            is_causal = True
+        bias = None
+        # Where nothing earlier is visible: a plain causal square, until a window begins to forget.
+        is_causal = is_null is None and first == position and not rule.needs_scores
+        if is_causal:
             stop = stop if rule.window is None else min(stop, position + rule.window)
         else:
-            is_causal = False
             stop = min(stop, position + _tile_length(query, position - first, rule))
+            if stop - position > 1 or is_null is not None:
+                bias = rule.bias(range(position, stop), range(first, stop), query.dtype, query.device)
         tile_keys = slice(first - key_position, stop - key_position)
-        visible = None
-        if not is_causal and (stop - position > 1 or is_null is not None):
-            at = torch.arange(first, stop, device=query.device)
-            query_at = at[position - first :, None]
-            visible = at <= query_at
-            if rule.window is not None:
-                visible &= at > query_at - rule.window
-            if is_null is not None:
-                visible &= ~is_null[tile_keys]
-            visible = visible[None]
-        tile = slice(position - query_position, stop - query_position)
-        tiles.append(
-            _attend(query[:, tile], keys[:, :, tile_keys], values[:, :, tile_keys], rule, visible, is_causal)
-        )
+        operands = query, keys, values
+        if stop - position < query.shape[1] or stop - first < keys.shape[2]:
+            tile = query[:, position - query_position : stop - query_position]
+            operands = tile, keys[:, :, tile_keys], values[:, :, tile_keys]
+        if is_null is None:
+            tiles.append(attend(*operands, rule, bias if bias is None else bias[None], is_causal))
+        else:
+            tiles.append(_attend_some(*operands, rule, bias, is_null[tile_keys]))
         position = stop
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
 
 
+def _attend_some(query, keys, values, rule, bias, is_null):
+    """Attention of one tile where keys are missing, and perhaps all that a query could see."""
+    bias = bias.masked_fill_(is_null, float("-inf"))
+    output = attend(query, keys, values, rule, bias[None])
+    # Its log-sum-exp, where there is one, is right as it is.
+    output[..., : values.shape[3]].masked_fill_((bias < 0).all(dim=1)[:, None, None], 0)
+    return output
+
+
 def _tile_length(query, num_earlier_keys, rule):
-    """How many queries to take at once where a mask or scores are laid out."""
+    """How many queries to take at once where a bias or scores are laid out."""
     planes = query.shape[0] * query.shape[2] if rule.needs_scores else 1
-    longest = MAX_MASK_ELEMENTS // (planes * (num_earlier_keys + MAX_TILE))
-    return min(MAX_TILE, max(longest, MAX_PACKED_QUERIES))
+    longest = MAX_BIAS_ELEMENTS // (planes * (num_earlier_keys + MAX_TILE))
+    # In a window of w keys a tile of t queries has w + t, of which each query sees w.
+    useful = MAX_TILE if rule.window is None else max(rule.window // 2, MIN_WINDOWED_TILE)
+    return min(MAX_TILE, useful, max(longest, dense.MAX_PACKED_QUERIES))
 
 
-def _attend(query, keys, values, rule, visible=None, is_causal=False):
-    """Softmax attention: query (b, t, heads, d), keys (b, h, n, d), visible (b or 1, t, n) -> (b, t, heads,
-    d_v).
-
-    `is_causal` is for t = n, and then every query sees itself and what came before.
-    """
-    # Query heads h * g .. h * g + g - 1 share KV head h.
-    query = query.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # (b, h, g, t, d)
-    if rule.needs_scores:
-        output = _attend_with_scores(query, keys, values, rule, visible)
-    else:
-        output = _attend_fused(query, keys, values, rule, visible, is_causal)
-    output = output.permute(0, 3, 1, 2, 4).flatten(2, 3)
-    if visible is not None:
-        # Its log-sum-exp, where there is one, is right as it is.
-        output[..., : values.shape[3]].masked_fill_(~visible.any(dim=2)[:, :, None, None], 0)
-    return output
+def _blank(keys, values, is_hidden):
+    """Zero, in place, the tokens `is_hidden` (b, n) of (b, h, n, d): masked scores alone would leave 0 * NaN."""
+    for each in (keys, values):
+        each.masked_fill_(is_hidden[:, None, :, None], 0)
 
 
-def _nothing(query, dim_v, rule, has_sinks=True):
-    """The outputs of queries (b, t, heads, d) that see no key; without sinks if they are only padding."""
-    if not rule.returns_lse:
-        return query.new_zeros(*query.shape[:3], dim_v)
-    output = query.new_zeros(*query.shape[:3], dim_v + 1, dtype=_exact(query.dtype))
-    output[..., -1] = rule.sinks if has_sinks and rule.sinks is not None else float("-inf")
-    return output
-
-
-def _exact(dtype):
-    """What softmax runs in: fp32 or, for fp64, fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _attend_fused(query, keys, values, rule, visible, is_causal):
-    """PyTorch's kernel: query (b, h, g, t, d) -> (b, h, g, t, d_v)."""
-    b, h, g, t, d = query.shape
-    d_v = values.shape[3]
-    if d != d_v:
-        # Its fast form wants one width; zeros change neither scores nor the columns that are kept.
-        query, keys = F.pad(query, (0, max(d_v - d, 0))), F.pad(keys, (0, max(d_v - d, 0)))
-        values = F.pad(values, (0, max(d - d_v, 0)))
-    if t <= MAX_PACKED_QUERIES and not (is_causal and t > 1):
-        if visible is not None:
-            visible = visible[:, None, None].expand(-1, 1, g, -1, -1).flatten(2, 3)
-        query = query.reshape(b, h, g * t, -1)
-    else:
-        # The g heads look at one copy of the keys, through a stride of zero.
-        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
-        keys, values = keys.expand(-1, g, -1, -1), values.expand(-1, g, -1, -1)
-        visible = None if visible is None else visible[:, None]
-    output = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=visible, is_causal=is_causal, scale=rule.scale
-    )
-    return output.reshape(b, h, g, t, -1)[..., :d_v]
-
-
-def _attend_with_scores(query, keys, values, rule, visible):
-    """Explicit scores in fp32 (fp64 for fp64): query (b, h, g, t, d) -> (b, h, g, t, d_v or d_v + 1)."""
-    dtype = _exact(query.dtype)
-    g, t = query.shape[2:4]
-    scores = query.to(dtype).flatten(2, 3) @ keys.to(dtype).mT
-    scores = scores.unflatten(2, (g, t)).mul_(rule.scale)
-    if rule.softcap is not None:
-        scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    if visible is not None:
-        scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
-    if rule.sinks is not None:
-        sinks = rule.sinks.to(dtype).view(1, -1, g, 1, 1).expand(*scores.shape[:4], 1)
-        scores = torch.cat([scores, sinks], dim=4)
-    weights = scores.softmax(dim=4)[..., : keys.shape[2]]
-    output = (weights.flatten(2, 3) @ values.to(dtype)).unflatten(2, (g, t))
-    if rule.returns_lse:
-        return torch.cat([output, scores.logsumexp(dim=4, keepdim=True)], dim=4)
-    return output.to(query.dtype)
-
-
-def _blank(keys, values, where):
-    """Zero, in place, the tokens `where` (b, n) of (b, h, n, d): masked scores alone would leave 0 * NaN."""
-    batch, token = where.nonzero(as_tuple=True)
-    keys[batch, :, token] = 0
-    values[batch, :, token] = 0
+def _of_heads(tokens, heads):
+    """Some heads, a range, of (b, h, ...)."""
+    return tokens if len(heads) == tokens.shape[1] else tokens[:, heads.start : heads.stop]
 
 
 def _take(tokens, starts, length):
     """Runs of `length` tokens as (b, length, ...): a view if they lie one after another. `starts` ascend."""
-    if starts[-1] - starts[0] == (len(starts) - 1) * length:
-        return tokens[starts[0] : starts[0] + len(starts) * length].unflatten(0, (len(starts), length))
+    b = len(starts)
+    if starts[-1] - starts[0] == (b - 1) * length:
+        run = tokens[starts[0] : starts[0] + b * length]
+        return run[None] if b == 1 else run.view(b, length, *run.shape[1:])
     return tokens[_run_index(starts, length, tokens.device)]
 
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from kvgroups import ops
 from kvgroups.errors import ShapeError
-from kvgroups.kernels.paged_attention import reference, torch_impl
+from kvgroups.kernels.paged_attention import dense, reference, torch_impl
 from kvgroups.kernels.paged_attention.tiles import TILES, Tile
 from kvgroups.ops import dispatch
 from tests.ops.attention_cases import (
@@ -88,14 +88,19 @@ def test_triton_tiles_change_nothing(case, prepared, triton_backend, monkeypatch
 
 @pytest.mark.parametrize(
     "limits",
-    [{"MAX_TILE": 3}, {"MAX_PACKED_QUERIES": 1}, {"MAX_PACKED_QUERIES": 1, "MAX_MASK_ELEMENTS": 1}],
-    ids=["tiles of three queries", "no packing", "tiles of one query"],
+    [
+        {"MAX_TILE": 3},
+        {"MIN_WINDOWED_TILE": 1},
+        {"MAX_PACKED_QUERIES": 1},
+        {"MAX_PACKED_QUERIES": 1, "MAX_BIAS_ELEMENTS": 1},
+    ],
+    ids=["tiles of three queries", "tiles of half a window", "no packing", "tiles of one query"],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tiles_and_packing_change_nothing(case, limits, prepared, monkeypatch):
     """The cases are small: shrink the limits so that they meet tile edges wherever these fall."""
     for name, limit in limits.items():
-        monkeypatch.setattr(torch_impl, name, limit)
+        monkeypatch.setattr(torch_impl if hasattr(torch_impl, name) else dense, name, limit)
     batch, reference_output, truth = prepared(case)
     assert_close(attend(batch, "torch"), reference_output, truth)
 
@@ -183,7 +188,7 @@ def _left_aligned_queries(query, key, value, *pages, **options):
         ),
         (_with_options(ring_blocks=lambda ring: ring - 1), "ring with slack, many times around"),
         (_interleaved_heads, "prefill of ragged rows"),
-        (_scores_masked_but_not_values, "decode of ragged rows"),
+        (_scores_masked_but_not_values, "one block lost"),
         (_neighbour_s_pages, "decode of ragged rows"),
         (_left_aligned_queries, "fewer queries than keys"),
     ],
@@ -204,7 +209,11 @@ def _left_aligned_queries(query, key, value, *pages, **options):
     ],
 )
 def test_a_wrong_form_fails(wrong, name, prepared, monkeypatch):
-    batch, reference_output, truth = prepared(NAMED[name])
+    if name == "one block lost":
+        batch, truth = _with_a_null_block(prepared, queries=3)
+        reference_output = attend(batch, "reference")
+    else:
+        batch, reference_output, truth = prepared(NAMED[name])
     monkeypatch.setitem(dispatch.FORMS["paged_attention"], "torch", dispatch.Form(wrong))
     with pytest.raises(AssertionError):
         assert_close(attend(batch, "torch"), reference_output, truth)
