@@ -1,12 +1,11 @@
 """What a query sees, and how its scores become weights."""
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """The options of one call of `kvgroups.ops.paged_attention` that say what attention is."""
 
     scale: float
@@ -33,7 +32,7 @@ class Rule:
 
     def of_heads(self, heads):
         """The rule of some query heads, a slice."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
+        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
 
     def bias(self, queries, keys, dtype, device):
         """What is added to the scores of some queries and keys: 0 where a query sees a key and -inf where it does not.

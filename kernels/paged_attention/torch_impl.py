@@ -147,7 +147,7 @@ def _batches(rows, pages, rule):
     batches += fresh.values()
     for seen, alike in decodes.items():
         bytes_of_row = pages.num_blocks(seen.stop) * pages.block_size * pages.num_heads * pages.bytes_of_token
-        most = max(1, int(_gathered_bytes(pages.table.device) // bytes_of_row))
+        most = len(alike) if len(alike) == 1 else max(1, int(_gathered_bytes(pages.table.device) // bytes_of_row))
         batches += [alike[first : first + most] for first in range(0, len(alike), most)]
     return batches
 
@@ -352,17 +352,17 @@ def _of_heads(tokens, heads):
 def _take(tokens, starts, length):
     """Runs of `length` tokens as (b, length, ...): a view if they lie one after another. `starts` ascend."""
     b = len(starts)
-    if starts[-1] - starts[0] == (b - 1) * length:
-        run = tokens[starts[0] : starts[0] + b * length]
-        return run[None] if b == 1 else run.view(b, length, *run.shape[1:])
-    return tokens[_run_index(starts, length, tokens.device)]
+    if starts[-1] - starts[0] != (b - 1) * length:
+        return tokens[_run_index(starts, length, tokens.device)]
+    run = tokens if b * length == tokens.shape[0] else tokens.narrow(0, starts[0], b * length)
+    return run.unsqueeze(0) if b == 1 else run.view(b, length, *run.shape[1:])
 
 
 def _put(tokens, starts, values):
     """Store values (b, length, ...) in the runs of tokens that begin at `starts`."""
     b, length = values.shape[:2]
     if starts[-1] - starts[0] == (b - 1) * length:
-        tokens[starts[0] : starts[0] + b * length] = values.flatten(0, 1)
+        tokens.narrow(0, starts[0], b * length).copy_(values.flatten(0, 1))
     else:
         tokens[_run_index(starts, length, tokens.device)] = values
 

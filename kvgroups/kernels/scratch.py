@@ -5,7 +5,6 @@ copy itself. So what a call copies together only to read it goes into memory tha
 """
 
 import threading
-from itertools import accumulate
 
 import torch
 
@@ -48,16 +47,18 @@ class Scratch:
     def empty(self, dtype, *sizes):
         """Tensors of one dimension and `sizes` elements, with anything in them, each from the start of a cache line. The
         next call of this may hand out the same bytes."""
-        unit = CACHE_LINE // dtype.itemsize
-        starts = list(accumulate((-(-size // unit) * unit for size in sizes), initial=0))
-        num_bytes = starts[-1] * dtype.itemsize
+        unit, starts, stop = CACHE_LINE // dtype.itemsize, [], 0
+        for size in sizes:
+            starts.append(stop)
+            stop += -(-size // unit) * unit
+        num_bytes = stop * dtype.itemsize
         if not self._is_kept or num_bytes > KEPT_BYTES:
             return [torch.empty(size, dtype=dtype, device=self._device) for size in sizes]
         if self._bytes is None or self._bytes.shape[0] < num_bytes:
             self._bytes = None  # before the larger one is there
             self._bytes = _allocate(num_bytes)
         elements = self._bytes.view(dtype)
-        return [elements.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)]
+        return [elements.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _allocate(num_bytes):
