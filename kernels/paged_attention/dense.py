@@ -77,14 +77,19 @@ def _unpacked(query, keys, values, scale, bias, is_causal):
     """The same with query (b, h * g, t, d), each head as a matrix of its own: (b, h * g, t, d)."""
     options = {"attn_mask": None if bias is None else bias[:, None], "is_causal": is_causal, "scale": scale}
     num_per_head = query.shape[1] // keys.shape[1]
-    if num_per_head == 1 or query.device.type == "cpu":
-        # On the CPU PyTorch's kernel knows of shared heads, and lays its output out as (b, t, heads, d).
+    if num_per_head == 1 or _has_shared_heads(query.device):
         return F.scaled_dot_product_attention(query, keys, values, **options, enable_gqa=num_per_head > 1)
-    # Elsewhere some of its kernels do not, and repeat the keys: here all heads look at one copy, through a stride of zero.
+    # All heads of a KV head look at one copy, through a stride of zero.
     b, heads, t, d = query.shape
     keys, values = (each.flatten(0, 1)[:, None].expand(-1, num_per_head, -1, -1) for each in (keys, values))
     output = F.scaled_dot_product_attention(query.reshape(-1, num_per_head, t, d), keys, values, **options)
     return output.reshape(b, heads, t, -1)
+
+
+def _has_shared_heads(device):
+    """Whether PyTorch's kernel lets query heads share keys: on the CPU it does, and lays its output out as (b, t, heads, d).
+    Elsewhere some of its kernels repeat the keys instead."""
+    return device.type == "cpu"
 
 
 def _with_scores(query, keys, values, rule, bias):

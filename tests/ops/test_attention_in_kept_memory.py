@@ -8,7 +8,7 @@ import torch
 
 from kvgroups import ops
 from kvgroups.kernels import scratch
-from kvgroups.kernels.paged_attention import torch_impl
+from kvgroups.kernels.paged_attention import dense, torch_impl
 from tests.ops.attention_cases import CASES, DTYPES, LAYOUTS, Case, assert_close, attend, build, oracle
 
 GATHERING = [case for case in CASES if any(row.computed and row.queries for row in case.rows)]
@@ -140,6 +140,32 @@ def test_tokens_a_multiple_of_4096_bytes_apart_are_copied_together(dtype, nan_ar
     for tensor, clone in zip(batch.operands, before, strict=False):
         assert_same_bits(tensor, clone)
     assert sorted(strides) == sorted(([[dim] * 3] * 2 + [[8 * dim, 4 * dim, 4 * dim]]) * 2)  # 8 tokens are too few
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_lone_prompt_is_not_copied(dtype, prepared, monkeypatch):
+    """PyTorch's kernel reads the operands where they lie, and its output is the call's."""
+    batch, reference_output, truth = prepared(Case("lone prompt", ((0, 40),), heads=(8, 2), dims=(64, 64)), dtype=dtype)
+    attention, addresses = dense.F.scaled_dot_product_attention, []
+
+    def watched(*operands, **options):
+        output = attention(*operands, **options)
+        addresses.extend(tensor.data_ptr() for tensor in (*operands, output))
+        return output
+
+    monkeypatch.setattr(dense.F, "scaled_dot_product_attention", watched)
+    output = attend(batch, "torch")
+    assert_close(output, reference_output, truth)
+    assert addresses == [tensor.data_ptr() for tensor in (*batch.operands[:3], output)]
+    assert output.is_contiguous()
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+def test_heads_share_keys_through_a_stride_of_zero_as_elsewhere_than_on_the_cpu(case, prepared, monkeypatch):
+    batch, reference_output, truth = prepared(case)
+    monkeypatch.setattr(dense, "_has_shared_heads", lambda device: False)
+    monkeypatch.setattr(dense, "MAX_PACKED_QUERIES", 1)
+    assert_close(attend(batch, "torch"), reference_output, truth)
 
 
 def test_gradients_do_not_pass_through_kept_memory(nan_arena):
