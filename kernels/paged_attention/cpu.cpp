@@ -28,19 +28,25 @@ struct Plan {
   int64_t num_partial_floats = 0, max_rows = 0, num_keys = 0, num_left = 0;
 };
 
-int64_t at(const Indices& indices, int64_t i) {
-  return indices.is_64_bit ? ((const int64_t*)indices.data)[i] : ((const int32_t*)indices.data)[i];
+int64_t at(const char* indices, int64_t is_64_bit, int64_t i) {
+  return is_64_bit ? ((const int64_t*)indices)[i] : ((const int32_t*)indices)[i];
 }
+
+int64_t query_start(const AttentionCall& call, int64_t i) {
+  return at(call.query_start_loc, call.query_start_is_64_bit, i);
+}
+
+int64_t kv_start(const AttentionCall& call, int64_t i) { return at(call.kv_start_loc, call.kv_start_is_64_bit, i); }
 
 // Requests with few queries are cut into spans; those with many are counted and left.
 Plan cut(const AttentionCall& call) {
   Plan plan;
   for (int64_t i = 0; i < call.num_reqs; ++i) {
-    int64_t query_start = at(call.query_start_loc, i), num_queries = at(call.query_start_loc, i + 1) - query_start;
-    int64_t key_start = at(call.kv_start_loc, i), num_keys = at(call.kv_start_loc, i + 1) - key_start;
+    int64_t first_query = query_start(call, i), num_queries = query_start(call, i + 1) - first_query;
+    int64_t first_key = kv_start(call, i), num_keys = kv_start(call, i + 1) - first_key;
     if (num_queries > call.max_queries) ++plan.num_left;
     if (num_queries <= 0 || num_queries > call.max_queries) continue;
-    int64_t computed = at(call.num_computed_tokens, i), end = computed + num_keys;
+    int64_t computed = at(call.num_computed_tokens, call.num_computed_is_64_bit, i), end = computed + num_keys;
     // Right-aligned: the last query sits on the last key. A query before every key sees nothing.
     int64_t first_position = end - num_queries;
     int64_t begin = first_visible(call, first_position > 0 ? first_position : 0);
@@ -50,7 +56,7 @@ Plan cut(const AttentionCall& call) {
     plan.requests.push_back({(int64_t)plan.spans.size(), count, num_rows, plan.num_partial_floats});
     for (int64_t n = 0; n < count; ++n, begin += step) {
       int64_t stop = begin + step < end ? begin + step : end;
-      plan.spans.push_back({i, query_start, num_queries, first_position, key_start, computed, begin, stop});
+      plan.spans.push_back({i, first_query, num_queries, first_position, first_key, computed, begin, stop});
       plan.request_of.push_back((int64_t)plan.requests.size() - 1);
     }
     plan.num_partial_floats += count * call.num_kv_heads * partial_size(num_rows, call.dim_v);
@@ -132,7 +138,7 @@ constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 15;
 // Tokens behind the last request.
 static void clear_padding(const kvgroups::AttentionCall& call) {
   using namespace kvgroups;
-  int64_t stop = at(call.query_start_loc, call.num_reqs), size = call.element_type == FLOAT32 ? 4 : 2;
+  int64_t stop = query_start(call, call.num_reqs), size = call.element_type == FLOAT32 ? 4 : 2;
   int64_t first = stop * call.num_heads, end = call.num_query_tokens * call.num_heads;
   memset(call.output + first * call.dim_v * size, 0, (end - first) * call.dim_v * size);
   for (int64_t i = first; call.lse && i < end; ++i) call.lse[i] = -INFINITY;

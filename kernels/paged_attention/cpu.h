@@ -12,25 +12,28 @@ namespace kvgroups {
 
 // Functions here are static: each instruction set's build keeps its own.
 
-// Tokens of (tokens, heads, d) or pages of (blocks, heads, tokens, d); strides in elements, d is contiguous.
-struct Tokens { const char* data; int64_t token_stride, head_stride; };
-struct Pages { const char* data; int64_t block_stride, head_stride, token_stride; };
-struct Indices { const char* data; int64_t is_64_bit; };
+// Strides in elements: of tokens (tokens, heads, d), and of pages (blocks, heads, tokens, d); d is contiguous.
+struct TokenStrides { int64_t token, head; };
+struct PageStrides { int64_t block, head, token; };
 
-// Filled by cpu_impl.py: eight bytes a field, in this order.
+// Filled by cpu_impl.py: eight bytes a field, in this order. First what differs between calls of one shape.
 struct AttentionCall {
-  Tokens query, key, value;
-  Pages key_pages, value_pages;  // data is null if no request has history
+  const char *query, *key, *value, *key_pages, *value_pages;  // pages are null if no request has history
   const int32_t* block_table;
-  int64_t block_table_stride, block_table_width, num_blocks, block_size, ring_blocks;
-  Indices query_start_loc, kv_start_loc, num_computed_tokens;
+  const char *query_start_loc, *kv_start_loc, *num_computed_tokens;
   char* output;        // (num_query_tokens, num_heads, dim_v), contiguous
   float* lse;          // (num_query_tokens, num_heads), contiguous, or null
   const float* sinks;  // (num_heads,) or null
+  int64_t num_threads;
+
+  TokenStrides query_strides, key_strides, value_strides;
+  PageStrides key_page_strides, value_page_strides;
+  int64_t block_table_stride, block_table_width, num_blocks, block_size, ring_blocks;
+  int64_t query_start_is_64_bit, kv_start_is_64_bit, num_computed_is_64_bit;
   int64_t num_reqs, num_query_tokens, num_heads, num_kv_heads, dim, dim_v, element_type;
   int64_t window, chunk;  // 0: none
   int64_t max_queries;    // requests with more are left to the caller
-  int64_t num_threads, isa;
+  int64_t isa;
   double scale, softcap;  // softcap 0: none
 };
 

@@ -57,7 +57,12 @@ def refusals(
     return reasons
 
 
-def paged_attention(
+def paged_attention(*operands, **options):
+    """See `kvgroups.ops.paged_attention`."""
+    return prepare_paged_attention(*operands, **options)(*operands, **options)
+
+
+def prepare_paged_attention(
     query,
     key,
     value,
@@ -79,73 +84,104 @@ def paged_attention(
     max_query_len=None,
     max_seq_len=None,
 ):
-    """See `kvgroups.ops.paged_attention`."""
-    library = cpu_library()
-    num_tokens, num_heads, dim = query.shape
-    num_kv_heads, dim_v = value.shape[1:]
-    output = torch.empty((num_tokens, num_heads, dim_v), dtype=query.dtype)
-    lse = torch.empty((num_tokens, num_heads)) if return_lse else None
-    # Names keep what may be a copy alive until the call is over.
-    starts, computed = query_start_loc.contiguous(), num_computed_tokens.contiguous()
-    key_starts = starts if kv_start_loc is None else kv_start_loc.contiguous()
-    logits = None if sinks is None else sinks.detach().float().contiguous()
-    table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
-    call = CALL.pack(
-        *_tokens(query),
-        *_tokens(key),
-        *_tokens(value),
-        *_pages(key_cache, layout),
-        *_pages(value_cache, layout),
-        *_table(table, key_cache, layout),
+    """The function for all calls like this one, which has only addresses left to look up."""
+    (num_tokens, num_heads, dim), (num_kv_heads, dim_v) = query.shape, value.shape[1:]
+    key_starts = query_start_loc if kv_start_loc is None else kv_start_loc
+    facts = (
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()[:2]),
+        *_page_strides(key_cache, layout),
+        *_page_strides(value_cache, layout),
+        *_table_facts(block_table, key_cache, layout),
         ring_blocks,
-        *(starts.data_ptr(), starts.dtype == torch.int64),
-        *(key_starts.data_ptr(), key_starts.dtype == torch.int64),
-        *(computed.data_ptr(), computed.dtype == torch.int64),
-        output.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if logits is None else logits.data_ptr(),
-        *(len(computed), num_tokens, num_heads, num_kv_heads, dim, dim_v, ELEMENT_TYPES[query.dtype]),
-        *(window or 0, chunk or 0, MAX_QUERIES, torch.get_num_threads(), library.isa),
+        *(indices.dtype == torch.int64 for indices in (query_start_loc, key_starts, num_computed_tokens)),
+        *(len(num_computed_tokens), num_tokens, num_heads, num_kv_heads, dim, dim_v, ELEMENT_TYPES[query.dtype]),
+        *(window or 0, chunk or 0, MAX_QUERIES, cpu_library().isa),
         *(scale, softcap or 0.0),
     )
-    num_left = library.run("paged_attention", call)
-    if num_left < 0:
-        raise IndexError(
-            f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
-            f"{int(block_table.max())}. A table must name blocks of the caches that it is passed with."
+    return _Prepared(facts, (num_tokens, num_heads, dim_v), return_lse)
+
+
+class _Prepared:
+    """A call of which only the addresses are open."""
+
+    def __init__(self, facts, output_shape, returns_lse):
+        self.facts, self.output_shape, self.returns_lse = facts, output_shape, returns_lse
+        self.run = cpu_library().function("paged_attention")
+
+    def __call__(self, query, key, value, key_cache, value_cache, block_table, **options):
+        output = query.new_empty(self.output_shape)
+        lse = query.new_empty(self.output_shape[:2], dtype=torch.float32) if self.returns_lse else None
+        # Names keep what may be a copy alive until the call is over.
+        starts = options["query_start_loc"].contiguous()
+        computed = options["num_computed_tokens"].contiguous()
+        key_starts = starts if options.get("kv_start_loc") is None else options["kv_start_loc"].contiguous()
+        sinks = None if options.get("sinks") is None else options["sinks"].detach().float().contiguous()
+        table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
+        call = CALL.pack(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            *_addresses(key_cache, value_cache, table),
+            starts.data_ptr(),
+            key_starts.data_ptr(),
+            computed.data_ptr(),
+            output.data_ptr(),
+            *_addresses(lse, sinks),
+            torch.get_num_threads(),
+            *self.facts,
         )
-    if num_left:
-        rest = _Rest(starts, key_starts, computed)
-        attended = torch_impl.paged_attention(
-            query[rest.queries],
-            key[rest.keys],
-            value[rest.keys],
-            key_cache,
-            value_cache,
-            None if block_table is None else block_table[rest.requests],
-            query_start_loc=rest.query_start_loc,
-            kv_start_loc=rest.kv_start_loc,
-            num_computed_tokens=computed[rest.requests],
-            scale=scale,
-            window=window,
-            chunk=chunk,
-            softcap=softcap,
-            sinks=sinks,
-            layout=layout,
-            ring_blocks=ring_blocks,
-            return_lse=return_lse,
-        )
-        if lse is not None:
-            output[rest.queries], lse[rest.queries] = attended
-        else:
-            output[rest.queries] = attended
-    return (output, lse) if return_lse else output
+        num_left = self.run(call)
+        if num_left < 0:
+            raise IndexError(
+                f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
+                f"{int(block_table.max())}. A table must name blocks of the caches that it is passed with."
+            )
+        if num_left == len(computed):
+            return torch_impl.paged_attention(query, key, value, key_cache, value_cache, block_table, **options)
+        if num_left:
+            _attend_rest(output, lse, query, key, value, key_cache, value_cache, block_table, **options)
+        return output if lse is None else (output, lse)
+
+
+def _attend_rest(
+    output,
+    lse,
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    block_table,
+    *,
+    query_start_loc,
+    num_computed_tokens,
+    kv_start_loc,
+    **options,
+):
+    """The requests with many queries, in the torch form."""
+    rest = _Rest(query_start_loc, query_start_loc if kv_start_loc is None else kv_start_loc)
+    attended = torch_impl.paged_attention(
+        query[rest.queries],
+        key[rest.keys],
+        value[rest.keys],
+        key_cache,
+        value_cache,
+        None if block_table is None else block_table[rest.requests],
+        query_start_loc=rest.query_start_loc,
+        kv_start_loc=rest.kv_start_loc,
+        num_computed_tokens=num_computed_tokens[rest.requests],
+        **options,
+    )
+    if lse is None:
+        output[rest.queries] = attended
+    else:
+        output[rest.queries], lse[rest.queries] = attended
 
 
 class _Rest:
     """The requests with many queries, as a step of their own."""
 
-    def __init__(self, query_start_loc, kv_start_loc, num_computed_tokens):
+    def __init__(self, query_start_loc, kv_start_loc):
         queries, keys = query_start_loc.diff(), kv_start_loc.diff()
         self.requests = (queries > MAX_QUERIES).nonzero().squeeze(1)
         self.queries = _runs(query_start_loc, queries, self.requests)
@@ -162,21 +198,21 @@ def _runs(starts, lengths, requests):
     return torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in requests.tolist()])
 
 
-def _tokens(tensor):
-    """`Tokens` in cpu.h."""
-    return (tensor.data_ptr(), *tensor.stride()[:2])
+def _addresses(*tensors):
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _pages(cache, layout):
-    """`Pages` in cpu.h."""
+def _page_strides(cache, layout):
+    """`PageStrides` in cpu.h."""
     if cache is None:
-        return 0, 0, 0, 0
+        return 0, 0, 0
     block, first, second, _ = cache.stride()
-    return (cache.data_ptr(), block, second, first) if layout == "NHD" else (cache.data_ptr(), block, first, second)
+    return (block, second, first) if layout == "NHD" else (block, first, second)
 
 
-def _table(table, cache, layout):
-    """The block table, and how many blocks there are of what size."""
+def _table_facts(table, cache, layout):
+    """The block table's stride and width, and how many blocks there are of what size."""
     if table is None:
-        return 0, 0, 0, 0, 1
-    return table.data_ptr(), table.stride(0), table.shape[1], len(cache), cache.shape[1 if layout == "NHD" else 2]
+        return 0, 0, 0, 1
+    stride = table.stride(0) if table.stride(1) == 1 else table.shape[1]
+    return stride, table.shape[1], len(cache), cache.shape[1 if layout == "NHD" else 2]

@@ -40,8 +40,8 @@ struct Keys {
 // The keys of a span; false if the table names a block that does not exist.
 template <typename Element>
 bool list_keys(const AttentionCall& call, const Span& span, int64_t kv_head, Keys<Element>& list) {
-  const Element* key_pages = (const Element*)call.key_pages.data + kv_head * call.key_pages.head_stride;
-  const Element* value_pages = (const Element*)call.value_pages.data + kv_head * call.value_pages.head_stride;
+  const Element* key_pages = (const Element*)call.key_pages + kv_head * call.key_page_strides.head;
+  const Element* value_pages = (const Element*)call.value_pages + kv_head * call.value_page_strides.head;
   const int32_t* row = call.block_table + span.request * call.block_table_stride;
   int64_t position = span.begin, stored = span.end < span.num_computed ? span.end : span.num_computed;
   while (position < stored) {
@@ -51,18 +51,18 @@ bool list_keys(const AttentionCall& call, const Span& span, int64_t kv_head, Key
     int64_t block = column < call.block_table_width ? row[column] : 0;
     if (block < 0 || block >= call.num_blocks) return false;
     if (block != 0) {
-      const Element* key = key_pages + block * call.key_pages.block_stride;
-      const Element* value = value_pages + block * call.value_pages.block_stride;
+      const Element* key = key_pages + block * call.key_page_strides.block;
+      const Element* value = value_pages + block * call.value_page_strides.block;
       for (int64_t at = position; at < stop; ++at, ++offset)
-        list.add(at, key + offset * call.key_pages.token_stride, value + offset * call.value_pages.token_stride);
+        list.add(at, key + offset * call.key_page_strides.token, value + offset * call.value_page_strides.token);
     }
     position = stop;
   }
-  const Element* key = (const Element*)call.key.data + kv_head * call.key.head_stride;
-  const Element* value = (const Element*)call.value.data + kv_head * call.value.head_stride;
+  const Element* key = (const Element*)call.key + kv_head * call.key_strides.head;
+  const Element* value = (const Element*)call.value + kv_head * call.value_strides.head;
   for (; position < span.end; ++position) {
     int64_t token = span.key_start + position - span.num_computed;
-    list.add(position, key + token * call.key.token_stride, value + token * call.value.token_stride);
+    list.add(position, key + token * call.key_strides.token, value + token * call.value_strides.token);
   }
   for (int i = 0; list.count && i < MAX_KEYS; ++i) {
     list.keys[list.count + i] = list.keys[list.count - 1];
@@ -87,10 +87,9 @@ INLINE void score(const AttentionCall& call, const float* queries, const Element
     for (int n = 0; n < SUMS; ++n) products[n] = Vector{};
     const Element* key[KEYS];
     for (int k = 0; k < KEYS; ++k) key[k] = keys[i + k];
-    if (upcoming)
-      for (int k = 0; k < KEYS; ++k) prefetch(upcoming[i + k], call.dim_v * sizeof(Element));
     for (int64_t column = 0; column < whole; column += WIDTH) {
       for (int k = 0; k < KEYS; ++k) {
+        if (upcoming) __builtin_prefetch(upcoming[i + k] + column, 0, 2);
         Vector floats = to_floats(key[k] + column);
         for (int r = 0; r < COUNT; ++r) products[r * KEYS + k] += load(queries + r * stride + column) * floats;
       }
@@ -145,12 +144,13 @@ INLINE void add_columns(const AttentionCall& call, const float* weights, const E
                         const Element* const* upcoming, float* weighted, const float* fades, int64_t column,
                         int64_t from, int64_t to) {
   constexpr int VECTORS = WIDE ? WIDE : 1;
-  const int64_t dim = call.dim_v, stride = padded(dim), ahead = call.dim * sizeof(Element);
+  const int64_t dim = call.dim_v, stride = padded(dim);
   Vector sums[COUNT][VECTORS];
   for (int r = 0; r < COUNT; ++r)
     for (int c = 0; c < VECTORS; ++c) sums[r][c] = load(weighted + r * stride + column + c * WIDTH) * fades[r];
   for (int64_t i = from; i < to; ++i) {
-    if (upcoming) prefetch(upcoming[i], ahead);
+    if (upcoming)
+      for (int c = 0; c < VECTORS; ++c) __builtin_prefetch(upcoming[i] + column + c * WIDTH, 0, 2);
     Vector floats[VECTORS];
     for (int c = 0; c < VECTORS; ++c)
       floats[c] = WIDE ? to_floats(values[i] + column + c * WIDTH) : to_floats(values[i] + column, (int)(dim - column));
@@ -175,9 +175,9 @@ void attend_rows(const AttentionCall& call, const float* queries, const Keys<Ele
   bool has_next = is_first && tile + TILE + to <= list.count;
   const Element* const* upcoming = has_next ? list.keys + tile + TILE : nullptr;
   int64_t column = 0, wide = COLUMNS * WIDTH;
-  for (; column + wide <= call.dim_v; column += wide, upcoming = nullptr)
+  for (; column + wide <= call.dim_v; column += wide)
     add_columns<COUNT, COLUMNS>(call, scores, values, upcoming, weighted, fades, column, from, to);
-  for (; column + WIDTH <= call.dim_v; column += WIDTH, upcoming = nullptr)
+  for (; column + WIDTH <= call.dim_v; column += WIDTH)
     add_columns<COUNT, 1>(call, scores, values, upcoming, weighted, fades, column, from, to);
   if (column < call.dim_v) add_columns<COUNT, 0>(call, scores, values, upcoming, weighted, fades, column, from, to);
 }
@@ -202,9 +202,9 @@ void scale_queries(const AttentionCall& call, const Span& span, int64_t kv_head,
   int64_t shared = call.num_heads / call.num_kv_heads;
   for (int64_t query = 0; query < span.num_queries; ++query) {
     for (int64_t head = 0; head < shared; ++head, rows += padded(call.dim)) {
-      const Element* from = (const Element*)call.query.data +
-                            (span.query_start + query) * call.query.token_stride +
-                            (kv_head * shared + head) * call.query.head_stride;
+      const Element* from = (const Element*)call.query +
+                            (span.query_start + query) * call.query_strides.token +
+                            (kv_head * shared + head) * call.query_strides.head;
       for (int64_t column = 0; column < call.dim; column += WIDTH)
         store(rows + column, piece(from, column, call.dim) * (float)call.scale);
     }

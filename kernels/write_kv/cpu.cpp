@@ -3,26 +3,29 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <initializer_list>
-
 #include "runtime.h"
 
 namespace {
 
-// Rows of (tokens, heads) and where they go in (blocks, heads, tokens); sizes and strides in bytes.
-struct Rows {
-  const char* from;
-  int64_t from_token, from_head;
-  char* to;
-  int64_t to_block, to_head, to_token, size;
+// From rows of (tokens, heads) to rows of (blocks, heads, tokens), in bytes.
+struct Strides {
+  int64_t from_token, from_head, to_block, to_head, to_token, size;
 };
 
 // Filled by cpu_impl.py: eight bytes a field, in this order.
 struct WriteCall {
-  Rows key, value;
+  const char *key, *value;
+  char *key_cache, *value_cache;
   const int64_t* slots;
+  Strides key_strides, value_strides;
   int64_t num_tokens, num_heads, num_blocks, block_size;
 };
+
+// One token's heads into their block.
+void write(const char* from, char* to, const Strides& strides, int64_t num_heads) {
+  for (int64_t head = 0; head < num_heads; ++head)
+    memcpy(to + head * strides.to_head, from + head * strides.from_head, strides.size);
+}
 
 }  // namespace
 
@@ -34,12 +37,11 @@ EXPORTED int64_t kvgroups_write_kv(const WriteCall* call) {
     int64_t slot = call->slots[token];
     if (slot < call->block_size) continue;  // -1, and the null block, which nobody writes
     int64_t block = slot / call->block_size, offset = slot % call->block_size;
-    for (const Rows* rows : {&call->key, &call->value}) {
-      const char* from = rows->from + token * rows->from_token;
-      char* to = rows->to + block * rows->to_block + offset * rows->to_token;
-      for (int64_t head = 0; head < call->num_heads; ++head)
-        memcpy(to + head * rows->to_head, from + head * rows->from_head, rows->size);
-    }
+    const Strides &keys = call->key_strides, &values = call->value_strides;
+    write(call->key + token * keys.from_token, call->key_cache + block * keys.to_block + offset * keys.to_token, keys,
+          call->num_heads);
+    write(call->value + token * values.from_token,
+          call->value_cache + block * values.to_block + offset * values.to_token, values, call->num_heads);
   }
   return 0;
 }

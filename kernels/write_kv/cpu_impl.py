@@ -20,27 +20,39 @@ def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
 
 def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
     """See `kvgroups.ops.write_kv`."""
-    slots = slot_mapping.contiguous()
+    operands = key, value, key_cache, value_cache, slot_mapping
+    prepare_write_kv(*operands, layout=layout)(*operands, layout=layout)
+
+
+def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
+    """The function for all calls like this one, which has only addresses left to look up."""
     num_tokens, num_heads, _ = key.shape
     num_blocks, block_size = len(key_cache), key_cache.shape[1 if layout == "NHD" else 2]
-    call = CALL.pack(
-        *_rows(key, key_cache, layout),
-        *_rows(value, value_cache, layout),
-        slots.data_ptr(),
+    facts = (
+        *_strides(key, key_cache, layout),
+        *_strides(value, value_cache, layout),
         *(num_tokens, num_heads, num_blocks, block_size),
     )
-    if cpu_library().run("write_kv", call):
-        raise IndexError(
-            f"slot_mapping: expected slots below {num_blocks * block_size}, got {int(slots[:num_tokens].max())}. "
-            "Slots must lie in blocks of the caches that they are passed with."
+    run = cpu_library().function("write_kv")
+
+    def write(key, value, key_cache, value_cache, slot_mapping, *, layout):
+        slots = slot_mapping.contiguous()
+        call = CALL.pack(
+            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(), *facts
         )
+        if run(call):
+            raise IndexError(
+                f"slot_mapping: expected slots below {num_blocks * block_size}, got {int(slots[:num_tokens].max())}. "
+                "Slots must lie in blocks of the caches that they are passed with."
+            )
+
+    return write
 
 
-def _rows(tokens, cache, layout):
-    """`Rows` in cpu.cpp."""
+def _strides(tokens, cache, layout):
+    """`Strides` in cpu.cpp."""
     size = tokens.element_size()
     token, head, _ = tokens.stride()
     block, first, second, _ = cache.stride()
     to_token, to_head = (first, second) if layout == "NHD" else (second, first)
-    strides = (block * size, to_head * size, to_token * size)
-    return tokens.data_ptr(), token * size, head * size, cache.data_ptr(), *strides, tokens.shape[2] * size
+    return token * size, head * size, block * size, to_head * size, to_token * size, tokens.shape[2] * size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 PATH = Path(__file__).with_name("_cpu.so")
 """Where setup.py puts it, in a checkout and in a wheel."""
 
-INTERFACE = 5
+INTERFACE = 6
 """What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
 
 FUNCTIONS = tuple(
@@ -33,10 +34,14 @@ class CpuLibrary:
     has_openmp: bool = False
     """Whether its threads are those of PyTorch; if not, each call starts its own."""
 
-    def run(self, function: str, call: bytes) -> int:
-        """What `kvgroups_<function>` returns for packed arguments. The library must be there."""
+    def function(self, name: str) -> Callable[[bytes], int]:
+        """`kvgroups_<name>`, which takes packed arguments. The library must be there."""
         assert self.functions is not None
-        return getattr(self.functions, f"kvgroups_{function}")(call)
+        return getattr(self.functions, f"kvgroups_{name}")
+
+    def run(self, name: str, call: bytes) -> int:
+        """What `kvgroups_<name>` returns for packed arguments."""
+        return self.function(name)(call)
 
 
 @cache

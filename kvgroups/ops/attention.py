@@ -10,6 +10,7 @@ from torch import Tensor
 from kvgroups.errors import ShapeError
 from kvgroups.ops.checks import ANY, INDEX, AtLeast, block_size_of, check, check_caches, check_step_kv
 from kvgroups.ops.dispatch import run
+from kvgroups.ops.recall import serving
 
 Layout = Literal["NHD", "HND"]
 
@@ -51,10 +52,17 @@ def write_kv(
         >>> cache.flatten().tolist()                                     # slot 3: block 1, offset 1
         [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
     """
+    operands = (key, value, key_cache, value_cache, slot_mapping)
+    write = serving("write_kv", backend, _check_write, operands, {}, {"layout": layout})
+    write(*operands, layout=layout)
+
+
+def _check_write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *, layout: Layout
+) -> None:
     check_caches(key_cache, value_cache, layout)
     check_step_kv(key, value, key_cache, value_cache, layout)
     check("slot_mapping", slot_mapping, (AtLeast(len(key)),), (torch.int64,), key.device)
-    run("write_kv", backend, key, value, key_cache, value_cache, slot_mapping, layout=layout)
 
 
 def paged_attention(
@@ -150,6 +158,54 @@ def paged_attention(
         ...                 query_start_loc=torch.tensor([0, 1]), num_computed_tokens=torch.tensor([2]))
         tensor([[[3.]]])
     """
+    operands = (query, key, value, key_cache, value_cache, block_table)
+    tensors = {
+        "query_start_loc": query_start_loc,
+        "num_computed_tokens": num_computed_tokens,
+        "kv_start_loc": kv_start_loc,
+        "sinks": sinks,
+    }
+    settings = {
+        "scale": scale,
+        "window": window,
+        "chunk": chunk,
+        "softcap": softcap,
+        "layout": layout,
+        "ring_blocks": ring_blocks,
+        "return_lse": return_lse,
+    }
+    attend = serving("paged_attention", backend, _check_attention, operands, tensors, settings)
+    if key_cache is None and num_computed_tokens.is_cpu and num_computed_tokens.any():
+        raise ShapeError(
+            "num_computed_tokens: expected all 0 without caches, got a request with history of "
+            f"{int(num_computed_tokens.max())} tokens. Pass key_cache, value_cache and block_table."
+        )
+    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if bound is not None and bound < 0:
+            raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
+    return attend(*operands, **tensors, **settings, max_query_len=max_query_len, max_seq_len=max_seq_len)
+
+
+def _check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    block_table: Tensor | None,
+    *,
+    query_start_loc: Tensor,
+    num_computed_tokens: Tensor,
+    kv_start_loc: Tensor | None,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    layout: Layout,
+    ring_blocks: int,
+    return_lse: bool,
+) -> None:
     device, num_reqs = query.device, len(num_computed_tokens)
     check("query", query, (ANY, ANY, ANY), None, device)
     check("key", key, (ANY, ANY, query.shape[2]), (query.dtype,), device)
@@ -190,37 +246,6 @@ def paged_attention(
             "key_cache: expected key_cache, value_cache and block_table, or None for all three, got None for "
             f"{' and '.join(missing)} only. Without caches no request has history."
         )
-    elif num_computed_tokens.device.type == "cpu" and num_computed_tokens.any():
-        raise ShapeError(
-            "num_computed_tokens: expected all 0 without caches, got a request with history of "
-            f"{int(num_computed_tokens.max())} tokens. Pass key_cache, value_cache and block_table."
-        )
-    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
-        if bound is not None and bound < 0:
-            raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
-    return run(
-        "paged_attention",
-        backend,
-        query,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc=query_start_loc,
-        num_computed_tokens=num_computed_tokens,
-        kv_start_loc=kv_start_loc,
-        scale=scale,
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        sinks=sinks,
-        layout=layout,
-        ring_blocks=ring_blocks,
-        return_lse=return_lse,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-    )
 
 
 def merge_attention(outputs: Tensor, lses: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:

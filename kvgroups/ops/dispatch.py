@@ -63,6 +63,8 @@ class Form:
     """The type of device on which `auto` takes this form; None for any."""
     absences: Callable[[torch.device], list[str]] = _no_refusals
     """The reasons against it for any call on a device of this machine; `refusals` holds them too."""
+    prepare: Callable[..., Callable[..., Any]] | None = None
+    """Of a call, what runs every call with the same shapes, strides, dtypes and settings; None: `run` does."""
 
 
 def _triton(folder: str, operation: str) -> Form:
@@ -99,7 +101,8 @@ def _cpu(module: ModuleType, operation: str) -> Form:
     def refusals(*args: Any, **kwargs: Any) -> list[str]:
         return absences(_first_tensor(args).device) + module.refusals(*args, **kwargs)
 
-    return Form(getattr(module, operation), refusals, auto_on="cpu", absences=absences)
+    prepare = getattr(module, f"prepare_{operation}", None)
+    return Form(getattr(module, operation), refusals, auto_on="cpu", absences=absences, prepare=prepare)
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:
@@ -229,10 +232,21 @@ def use_backend(name: str) -> Iterator[None]:
 
 def run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     """Run the form of `operation` that `backend` names, or else the first that serves the call."""
-    forms = FORMS[operation]
+    _, form = form_for(operation, backend_asked_for(operation, backend), *args, **kwargs)
+    return form.run(*args, **kwargs)
+
+
+def backend_asked_for(operation: str, backend: str) -> str:
+    """The backend of a call: the one it names, or else that of `use_backend` if the operation has it."""
     if backend == "auto":
         default = _default_backend.get()
-        backend = default if default in forms else "auto"
+        return default if default in FORMS[operation] else "auto"
+    return backend
+
+
+def form_for(operation: str, backend: str, *args: Any, **kwargs: Any) -> tuple[str, Form]:
+    """The form of `operation` that `backend` names, or else the first that serves the call, and its name."""
+    forms = FORMS[operation]
     if backend == "auto":
         candidates = _auto_candidates(forms, _first_tensor(args).device)
     elif backend in forms:
@@ -246,7 +260,7 @@ def run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     for name in candidates:
         refusals = forms[name].refusals(*args, **kwargs)
         if not refusals:
-            return forms[name].run(*args, **kwargs)
+            return name, forms[name]
         reasons.append(f"{name}: {'; '.join(refusals)}")
     raise BackendUnavailableError(
         f"{operation}: backend {backend!r} does not serve this call ({' | '.join(reasons)}). "

@@ -20,6 +20,7 @@ from kvgroups.ops.checks import (
     sizes,
 )
 from kvgroups.ops.dispatch import run
+from kvgroups.ops.recall import serving
 
 Activation = Literal["silu", "swish"]
 
@@ -198,11 +199,23 @@ def causal_conv1d_update(
         >>> states[1].tolist()
         [[2.0, 3.0]]
     """
+    operands, settings = (x, states, slots, weight, bias), {"activation": activation}
+    return serving("causal_conv1d_update", backend, _check_step, operands, {}, settings)(*operands, **settings)
+
+
+def _check_step(
+    x: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: Activation | None,
+) -> None:
     device = x.device
     check("x", x, (ANY, ANY), None, device)
     check_convolution(x.shape[1], weight, bias, states, activation, device)
     check("slots", slots, (len(x),), INDEX, device)
-    return run("causal_conv1d_update", backend, x, states, slots, weight, bias, activation=activation)
 
 
 def selective_scan(
@@ -475,6 +488,26 @@ def selective_state_update(
         >>> states.flatten().tolist()
         [0.0, 12.0]
     """
+    operands = (states, slots, x, dt, A, B, C)
+    tensors, settings = {"D": D, "z": z, "dt_bias": dt_bias}, {"dt_softplus": dt_softplus}
+    update = serving("selective_state_update", backend, _check_update, operands, tensors, settings)
+    return update(*operands, **tensors, **settings)
+
+
+def _check_update(
+    states: Tensor,
+    slots: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+) -> None:
     device, is_mamba1 = x.device, x.dim() == 2
     num_reqs, *inner = sizes("x", x, 2 if is_mamba1 else 3)
     _, *groups, state_size = sizes("B", B, x.dim())
@@ -487,18 +520,3 @@ def selective_state_update(
     check("states", states, (ANY, *inner, state_size), None, device)
     check("slots", slots, (num_reqs,), INDEX, device)
     check_scan_options(x, tuple(inner), D, z, dt_bias)
-    return run(
-        "selective_state_update",
-        backend,
-        states,
-        slots,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-    )
