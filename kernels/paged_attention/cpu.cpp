@@ -1,4 +1,5 @@
-// Attention over pages: a step is cut into spans of keys, threads take them one by one.
+// Attention over pages: a step is cut into tiles of queries and these into spans of keys; threads take them one by
+// one.
 //
 // How a request is cut depends on its own length alone, and its spans are joined in their order. So its output
 // is the same, bit for bit, in any batch and on any number of threads.
@@ -18,14 +19,15 @@ namespace kvgroups {
 
 namespace {
 
-// One request's spans: `first_span .. first_span + num_spans - 1`, and where their partials begin.
-struct Request { int64_t first_span, num_spans, num_rows, partials; };
+// Queries of one request. Its spans are `first_span .. first_span + num_spans - 1`; their partials begin at
+// `partials`, unless there is one span only, whose partial is joined at once.
+struct QueryTile { int64_t first_span, num_spans, num_rows, partials; };
 
 struct Plan {
   std::vector<Span> spans;
-  std::vector<int64_t> request_of;  // by span, a place in `requests`
-  std::vector<Request> requests;
-  int64_t num_partial_floats = 0, max_rows = 0, num_keys = 0, num_left = 0;
+  std::vector<int64_t> tile_of;  // by span, a place in `tiles`
+  std::vector<QueryTile> tiles;
+  int64_t num_partial_floats = 0, max_rows = 0, num_products = 0, num_left = 0;
 };
 
 int64_t at(const char* indices, int64_t is_64_bit, int64_t i) {
@@ -38,7 +40,28 @@ int64_t query_start(const AttentionCall& call, int64_t i) {
 
 int64_t kv_start(const AttentionCall& call, int64_t i) { return at(call.kv_start_loc, call.kv_start_is_64_bit, i); }
 
-// Requests with few queries are cut into spans; those with many are counted and left.
+// Cut a tile of queries into spans of keys. Where a request has several tiles they are what threads share, and a
+// tile is left whole: partials of a long prompt on a long history would take more memory than its keys.
+void cut_tile(Plan& plan, const AttentionCall& call, Span whole, bool is_alone) {
+  int64_t num_rows = whole.num_queries * (call.num_heads / call.num_kv_heads), length = whole.end - whole.begin;
+  // More keys where there are more rows: what is joined in the end stays small beside what is read.
+  int64_t longest = is_alone ? MIN_SPAN * ((num_rows + ROWS_PER_SPAN - 1) / ROWS_PER_SPAN) : length;
+  int64_t count = length > 0 ? (length + longest - 1) / longest : 1;
+  int64_t step = padded((length + count - 1) / count);
+  plan.tiles.push_back({(int64_t)plan.spans.size(), count, num_rows, plan.num_partial_floats});
+  for (int64_t n = 0; n < count; ++n) {
+    Span span = whole;
+    span.begin = whole.begin + n * step;
+    span.end = span.begin + step < whole.end ? span.begin + step : whole.end;
+    plan.spans.push_back(span);
+    plan.tile_of.push_back((int64_t)plan.tiles.size() - 1);
+  }
+  if (count > 1) plan.num_partial_floats += count * call.num_kv_heads * partial_size(num_rows, call.dim_v);
+  plan.max_rows = num_rows > plan.max_rows ? num_rows : plan.max_rows;
+  plan.num_products += length > 0 ? length * num_rows : 0;
+}
+
+// Cut the requests; those with too many queries are counted and left.
 Plan cut(const AttentionCall& call) {
   Plan plan;
   for (int64_t i = 0; i < call.num_reqs; ++i) {
@@ -46,22 +69,17 @@ Plan cut(const AttentionCall& call) {
     int64_t first_key = kv_start(call, i), num_keys = kv_start(call, i + 1) - first_key;
     if (num_queries > call.max_queries) ++plan.num_left;
     if (num_queries <= 0 || num_queries > call.max_queries) continue;
-    int64_t computed = at(call.num_computed_tokens, call.num_computed_is_64_bit, i), end = computed + num_keys;
+    int64_t computed = at(call.num_computed_tokens, call.num_computed_is_64_bit, i);
     // Right-aligned: the last query sits on the last key. A query before every key sees nothing.
-    int64_t first_position = end - num_queries;
-    int64_t begin = first_visible(call, first_position > 0 ? first_position : 0);
-    int64_t length = end - begin, count = length > 0 ? (length + MAX_SPAN - 1) / MAX_SPAN : 1;
-    int64_t step = padded((length + count - 1) / count);
-    int64_t num_rows = num_queries * (call.num_heads / call.num_kv_heads);
-    plan.requests.push_back({(int64_t)plan.spans.size(), count, num_rows, plan.num_partial_floats});
-    for (int64_t n = 0; n < count; ++n, begin += step) {
-      int64_t stop = begin + step < end ? begin + step : end;
-      plan.spans.push_back({i, first_query, num_queries, first_position, first_key, computed, begin, stop});
-      plan.request_of.push_back((int64_t)plan.requests.size() - 1);
+    int64_t position = computed + num_keys - num_queries;
+    int64_t num_tiles = (num_queries + MAX_TILE_QUERIES - 1) / MAX_TILE_QUERIES;
+    int64_t tile = (num_queries + num_tiles - 1) / num_tiles;
+    for (int64_t query = 0; query < num_queries; query += tile) {
+      int64_t count = query + tile < num_queries ? tile : num_queries - query, first = position + query;
+      int64_t begin = first_visible(call, first > 0 ? first : 0);
+      Span whole = {i, first_query + query, count, first, first_key, computed, begin, first + count};
+      cut_tile(plan, call, whole, num_tiles == 1);
     }
-    plan.num_partial_floats += count * call.num_kv_heads * partial_size(num_rows, call.dim_v);
-    plan.max_rows = num_rows > plan.max_rows ? num_rows : plan.max_rows;
-    plan.num_keys += length > 0 ? length : 0;
   }
   return plan;
 }
@@ -80,15 +98,18 @@ struct Job {
   float* partials;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-  std::vector<std::atomic<int64_t>> done;  // spans of a request and KV head
+  std::vector<std::atomic<int64_t>> done;  // spans of a tile and KV head
 
   Job(const AttentionCall& call, const Plan& plan, float* partials)
-      : call(call), plan(plan), partials(partials), done(plan.requests.size() * call.num_kv_heads) {}
+      : call(call), plan(plan), partials(partials), done(plan.tiles.size() * call.num_kv_heads) {}
 
-  Partial partial(const Request& request, int64_t kv_head, int64_t n) const {
-    float* floats = partials + request.partials +
-                    (kv_head * request.num_spans + n) * partial_size(request.num_rows, call.dim_v);
-    return {floats, floats + padded(request.num_rows), floats + 2 * padded(request.num_rows)};
+  Partial partial(const QueryTile& tile, int64_t kv_head, int64_t n) const {
+    return in(partials + tile.partials +
+                  (kv_head * tile.num_spans + n) * partial_size(tile.num_rows, call.dim_v), tile.num_rows);
+  }
+
+  static Partial in(float* floats, int64_t num_rows) {
+    return {floats, floats + padded(num_rows), floats + 2 * padded(num_rows)};
   }
 
   bool attend(const Span& span, int64_t kv_head, float* scratch, Partial partial) const {
@@ -112,24 +133,28 @@ struct Job {
   }
 
   void work() {
-    Floats scratch(scratch_size(plan.max_rows, call.dim));
+    int64_t own_size = scratch_size(plan.max_rows, call.dim);
+    Floats scratch(own_size + PADDING + partial_size(plan.max_rows, call.dim_v));
     std::vector<Partial> parts;
     int64_t num_tasks = (int64_t)plan.spans.size() * call.num_kv_heads;
     for (int64_t task; (task = next.fetch_add(1)) < num_tasks;) {
       int64_t n = task / call.num_kv_heads, kv_head = task % call.num_kv_heads;
       const Span& span = plan.spans[n];
-      const Request& request = plan.requests[plan.request_of[n]];
-      if (!attend(span, kv_head, scratch.aligned, partial(request, kv_head, n - request.first_span))) failed = true;
-      if (++done[plan.request_of[n] * call.num_kv_heads + kv_head] < request.num_spans) continue;
+      const QueryTile& tile = plan.tiles[plan.tile_of[n]];
+      Partial own = tile.num_spans > 1 ? partial(tile, kv_head, n - tile.first_span)
+                                       : in(scratch.aligned + padded(own_size), tile.num_rows);
+      if (!attend(span, kv_head, scratch.aligned, own)) failed = true;
+      if (++done[plan.tile_of[n] * call.num_kv_heads + kv_head] < tile.num_spans) continue;
       parts.clear();  // this was the last of its spans
-      for (int64_t i = 0; i < request.num_spans; ++i) parts.push_back(partial(request, kv_head, i));
+      for (int64_t i = 0; i < tile.num_spans; ++i) parts.push_back(tile.num_spans > 1 ? partial(tile, kv_head, i) : own);
       finish(span, kv_head, parts);
     }
   }
 };
 
-// Below this many elements of K and V a thread is not worth waking.
-constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 15;
+// Below this many products of a query's and a key's elements, or of a weight and a value's, a thread is not worth
+// waking.
+constexpr int64_t MIN_PRODUCTS_PER_THREAD = 1 << 17;
 
 }  // namespace
 
@@ -151,8 +176,8 @@ EXPORTED int64_t kvgroups_paged_attention(const kvgroups::AttentionCall* call_) 
   Plan plan = cut(call);
   Floats partials(plan.num_partial_floats);
   Job job(call, plan, partials.aligned);
-  int64_t elements = plan.num_keys * call.num_kv_heads * (call.dim + call.dim_v);
-  int64_t useful = 1 + elements / MIN_ELEMENTS_PER_THREAD, tasks = (int64_t)plan.spans.size() * call.num_kv_heads;
+  int64_t products = plan.num_products * call.num_kv_heads * (call.dim + call.dim_v);
+  int64_t useful = 1 + products / MIN_PRODUCTS_PER_THREAD, tasks = (int64_t)plan.spans.size() * call.num_kv_heads;
   int64_t num_threads = call.num_threads;
   if (useful < num_threads) num_threads = useful;
   if (tasks < num_threads) num_threads = tasks;

@@ -37,7 +37,7 @@ struct AttentionCall {
   double scale, softcap;  // softcap 0: none
 };
 
-// Part of the keys of one request: positions begin .. end - 1.
+// A tile of queries, and part of the keys that it sees: positions begin .. end - 1.
 struct Span {
   int64_t request, query_start, num_queries, first_position, key_start, num_computed, begin, end;
 };
@@ -49,11 +49,19 @@ struct Partial {
   float* weighted;  // (rows, padded dim_v)
 };
 
-constexpr int64_t MAX_SPAN = 512;
-constexpr int64_t TILE = 64;  // keys whose scores are in hand at once
+constexpr int64_t MAX_TILE_QUERIES = 64;
+constexpr int64_t MIN_SPAN = 512;
+constexpr int64_t ROWS_PER_SPAN = 64;  // a span is MIN_SPAN keys for each started so many rows
+constexpr int64_t MAX_LISTED = 512;    // keys that are looked up at once
+constexpr int64_t TILE = 64;           // keys whose scores are in hand at once
 
-// Floats that `attend_span` wants for itself: the queries, and scores of the rows that are in hand.
-static inline int64_t scratch_size(int64_t rows, int64_t dim) { return rows * padded(dim) + 4 * (TILE + PADDING); }
+// From so many rows on it pays to transpose a tile of keys, which then costs the rows no sums within vectors.
+constexpr int64_t MIN_TRANSPOSED_ROWS = 32;
+
+// Floats that `attend_span` wants for itself: the queries, scores of the rows that are in hand, a transposed tile.
+static inline int64_t scratch_size(int64_t rows, int64_t dim) {
+  return rows * padded(dim) + 4 * (TILE + PADDING) + (rows < MIN_TRANSPOSED_ROWS ? 0 : dim * TILE);
+}
 
 // Floats of a partial.
 static inline int64_t partial_size(int64_t rows, int64_t dim_v) { return padded(rows) * 2 + rows * padded(dim_v); }

@@ -1,7 +1,7 @@
-"""Attention over blocks plus the step's own keys and values, in C++: decodes and short chunks on the CPU.
+"""Attention over blocks plus the step's own keys and values, in C++.
 
-A request with more than `MAX_QUERIES` queries is bound by arithmetic and not by memory, and goes through the
-torch form, whose matrix products are those of the processor's vendor.
+In 16 bits a request with more than `MAX_QUERIES` queries is bound by arithmetic and not by memory, and goes through
+the torch form, whose matrix products use what the processor has for 16 bits.
 """
 
 from struct import Struct
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvgroups.kernels.cpu_library import cpu_library
 from kvgroups.kernels.paged_attention import torch_impl
 
-MAX_QUERIES = 16
+MAX_QUERIES = {torch.float32: 2**62, torch.bfloat16: 16, torch.float16: 16}
 """Queries of a request up to which this form is the faster one."""
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -57,11 +57,6 @@ def refusals(
     return reasons
 
 
-def paged_attention(*operands, **options):
-    """See `kvgroups.ops.paged_attention`."""
-    return prepare_paged_attention(*operands, **options)(*operands, **options)
-
-
 def prepare_paged_attention(
     query,
     key,
@@ -84,7 +79,7 @@ def prepare_paged_attention(
     max_query_len=None,
     max_seq_len=None,
 ):
-    """The function for all calls like this one, which has only addresses left to look up."""
+    """See `kvgroups.ops.paged_attention`: the function for all calls like this one, with only addresses left open."""
     (num_tokens, num_heads, dim), (num_kv_heads, dim_v) = query.shape, value.shape[1:]
     key_starts = query_start_loc if kv_start_loc is None else kv_start_loc
     facts = (
@@ -95,7 +90,7 @@ def prepare_paged_attention(
         ring_blocks,
         *(indices.dtype == torch.int64 for indices in (query_start_loc, key_starts, num_computed_tokens)),
         *(len(num_computed_tokens), num_tokens, num_heads, num_kv_heads, dim, dim_v, ELEMENT_TYPES[query.dtype]),
-        *(window or 0, chunk or 0, MAX_QUERIES, cpu_library().isa),
+        *(window or 0, chunk or 0, MAX_QUERIES[query.dtype], cpu_library().isa),
         *(scale, softcap or 0.0),
     )
     return _Prepared(facts, (num_tokens, num_heads, dim_v), return_lse)
@@ -159,7 +154,9 @@ def _attend_rest(
     **options,
 ):
     """The requests with many queries, in the torch form."""
-    rest = _Rest(query_start_loc, query_start_loc if kv_start_loc is None else kv_start_loc)
+    rest = _Rest(
+        query_start_loc, query_start_loc if kv_start_loc is None else kv_start_loc, MAX_QUERIES[query.dtype]
+    )
     attended = torch_impl.paged_attention(
         query[rest.queries],
         key[rest.keys],
@@ -181,9 +178,9 @@ def _attend_rest(
 class _Rest:
     """The requests with many queries, as a step of their own."""
 
-    def __init__(self, query_start_loc, kv_start_loc):
+    def __init__(self, query_start_loc, kv_start_loc, max_queries):
         queries, keys = query_start_loc.diff(), kv_start_loc.diff()
-        self.requests = (queries > MAX_QUERIES).nonzero().squeeze(1)
+        self.requests = (queries > max_queries).nonzero().squeeze(1)
         self.queries = _runs(query_start_loc, queries, self.requests)
         self.keys = _runs(kv_start_loc, keys, self.requests)
         self.query_start_loc = F.pad(queries[self.requests].cumsum(0), (1, 0))

@@ -20,9 +20,9 @@ constexpr int64_t SCORES = TILE + MAX_KEYS;        // from one row's scores to t
 template <typename Element>
 struct Keys {
   int64_t count = 0;
-  int64_t positions[MAX_SPAN];
-  const Element* keys[MAX_SPAN + MAX_KEYS];  // the last is repeated, to fill a group
-  const Element* values[MAX_SPAN + MAX_KEYS];
+  int64_t positions[MAX_LISTED];
+  const Element* keys[MAX_LISTED + MAX_KEYS];  // the last is repeated, to fill a group
+  const Element* values[MAX_LISTED + MAX_KEYS];
 
   INLINE void add(int64_t position, const Element* key, const Element* value) {
     positions[count] = position;
@@ -76,6 +76,15 @@ INLINE Vector piece(const Element* from, int64_t column, int64_t width) {
   return column + WIDTH <= width ? to_floats(from + column) : to_floats(from + column, (int)(width - column));
 }
 
+// What lies beside from .. to - 1 in a vector of scores.
+template <int COUNT>
+INLINE void hide_others(float* scores, int64_t from, int64_t to) {
+  for (int r = 0; r < COUNT; ++r) {
+    for (int64_t i = from / WIDTH * WIDTH; i < from; ++i) scores[r * SCORES + i] = -__builtin_inff();
+    for (int64_t i = to; i % WIDTH; ++i) scores[r * SCORES + i] = -__builtin_inff();
+  }
+}
+
 // Scores of COUNT rows and the keys from .. to - 1 of a tile; what lies beside them in a vector becomes -inf.
 template <int COUNT, typename Element>
 INLINE void score(const AttentionCall& call, const float* queries, const Element* const* keys,
@@ -104,10 +113,44 @@ INLINE void score(const AttentionCall& call, const float* queries, const Element
     for (int n = 0; n < SUMS; n += WIDTH) store(summed + n, sums(products + n));
     for (int r = 0; r < COUNT; ++r) memcpy(scores + r * SCORES + i, summed + r * KEYS, KEYS * sizeof(float));
   }
-  for (int r = 0; r < COUNT; ++r) {
-    for (int64_t i = from / WIDTH * WIDTH; i < from; ++i) scores[r * SCORES + i] = -__builtin_inff();
-    for (int64_t i = to; i % WIDTH; ++i) scores[r * SCORES + i] = -__builtin_inff();
+  hide_others<COUNT>(scores, from, to);
+}
+
+// The keys of a tile, one column after another, so that a vector holds a column of consecutive keys.
+template <typename Element>
+void transpose(const Element* const* keys, const Element* const* upcoming, float* columns, int64_t count, int64_t dim) {
+  for (int64_t key = 0; key < count; ++key) {
+    for (int64_t column = 0; column < dim; column += WIDTH) {
+      __builtin_prefetch(upcoming[key] + column, 0, 2);
+      Vector floats = piece(keys[key], column, dim);
+      for (int i = 0; i < WIDTH && column + i < dim; ++i) columns[(column + i) * TILE + key] = floats[i];
+    }
   }
+}
+
+// `score` for VECTORS vectors of keys that were transposed.
+template <int COUNT, int VECTORS>
+INLINE void score_vectors(const float* queries, const float* columns, float* scores, int64_t dim) {
+  Vector products[COUNT][VECTORS] = {};
+  for (int64_t column = 0; column < dim; ++column) {
+    Vector keys[VECTORS];
+    for (int k = 0; k < VECTORS; ++k) keys[k] = load(columns + column * TILE + k * WIDTH);
+    for (int r = 0; r < COUNT; ++r)
+      for (int k = 0; k < VECTORS; ++k) products[r][k] += keys[k] * queries[r * padded(dim) + column];
+  }
+  for (int r = 0; r < COUNT; ++r)
+    for (int k = 0; k < VECTORS; ++k) store(scores + r * SCORES + k * WIDTH, products[r][k]);
+}
+
+// `score` for keys that were transposed: no sums over the lanes of a vector.
+template <int COUNT>
+INLINE void score_transposed(const float* queries, const float* columns, float* scores, int64_t from, int64_t to,
+                             int64_t dim) {
+  int64_t key = from / WIDTH * WIDTH;
+  for (; key + (COLUMNS - 1) * WIDTH < to; key += COLUMNS * WIDTH)
+    score_vectors<COUNT, COLUMNS>(queries, columns + key, scores + key, dim);
+  for (; key < to; key += WIDTH) score_vectors<COUNT, 1>(queries, columns + key, scores + key, dim);
+  hide_others<COUNT>(scores, from, to);
 }
 
 // Scores of one row become weights; returns the factor by which earlier sums shrink.
@@ -163,10 +206,14 @@ INLINE void add_columns(const AttentionCall& call, const float* weights, const E
 
 // COUNT rows from `row` on over the keys from .. to - 1 of the tile that begins at `tile`.
 template <int COUNT, typename Element>
-void attend_rows(const AttentionCall& call, const float* queries, const Keys<Element>& list, float* scores,
-                 Partial partial, int64_t row, int64_t tile, int64_t from, int64_t to, bool is_first) {
+void attend_rows(const AttentionCall& call, const float* queries, const Keys<Element>& list, const float* columns,
+                 float* scores, Partial partial, int64_t row, int64_t tile, int64_t from, int64_t to, bool is_first) {
   const Element* const* values = list.values + tile;
-  score<COUNT>(call, queries + row * padded(call.dim), list.keys + tile, is_first ? values : nullptr, scores, from, to);
+  const float* rows = queries + row * padded(call.dim);
+  if (columns)
+    score_transposed<COUNT>(rows, columns, scores, from, to, call.dim);
+  else
+    score<COUNT>(call, rows, list.keys + tile, is_first ? values : nullptr, scores, from, to);
   float fades[COUNT];
   for (int r = 0; r < COUNT; ++r)
     fades[r] = weigh(scores + r * SCORES, from, to, call.softcap, partial.peak[row + r], partial.total[row + r]);
@@ -183,15 +230,16 @@ void attend_rows(const AttentionCall& call, const float* queries, const Keys<Ele
 }
 
 template <typename Element>
-void attend_row_range(const AttentionCall& call, const float* queries, const Keys<Element>& list, float* scores,
-                      Partial partial, int64_t row, int64_t stop, int64_t tile, int64_t from, int64_t to) {
+void attend_row_range(const AttentionCall& call, const float* queries, const Keys<Element>& list,
+                      const float* columns, float* scores, Partial partial, int64_t row, int64_t stop, int64_t tile,
+                      int64_t from, int64_t to) {
   for (bool is_first = true; row < stop; is_first = false) {
     int64_t count = stop - row < ROWS ? stop - row : ROWS;
     auto attend = count == 4   ? attend_rows<4, Element>
                   : count == 3 ? attend_rows<3, Element>
                   : count == 2 ? attend_rows<2, Element>
                                : attend_rows<1, Element>;
-    attend(call, queries, list, scores, partial, row, tile, from, to, is_first);
+    attend(call, queries, list, columns, scores, partial, row, tile, from, to, is_first);
     row += count;
   }
 }
@@ -211,26 +259,18 @@ void scale_queries(const AttentionCall& call, const Span& span, int64_t kv_head,
   }
 }
 
+// The keys of a list. A query walks only the part of a tile that it sees.
 template <typename Element>
-bool attend_elements(const AttentionCall& call, const Span& span, int64_t kv_head, float* scratch,
-                     Partial partial) {
-  int64_t shared = call.num_heads / call.num_kv_heads, num_rows = span.num_queries * shared;
-  float *queries = scratch, *scores = scratch + num_rows * padded(call.dim);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    partial.peak[row] = -__builtin_inff();
-    partial.total[row] = 0;
-  }
-  memset(partial.weighted, 0, num_rows * padded(call.dim_v) * sizeof(float));
-  Keys<Element> list;
-  if (!list_keys(call, span, kv_head, list)) return false;
-  scale_queries<Element>(call, span, kv_head, queries);
-  int64_t last_position = span.first_position + span.num_queries - 1;
+void attend_list(const AttentionCall& call, const Span& span, const Keys<Element>& list, const float* queries,
+                 float* scores, float* columns, Partial partial) {
+  int64_t shared = call.num_heads / call.num_kv_heads, last_position = span.first_position + span.num_queries - 1;
   for (int64_t tile = 0; tile < list.count; tile += TILE) {
     int64_t end = tile + TILE < list.count ? tile + TILE : list.count;
+    if (columns) transpose(list.keys + tile, list.values + tile, columns, end - tile, call.dim);
     bool all_see_all = list.positions[tile] >= first_visible(call, last_position) &&
                        list.positions[end - 1] <= span.first_position;
     if (all_see_all) {
-      attend_row_range(call, queries, list, scores, partial, 0, num_rows, tile, 0, end - tile);
+      attend_row_range(call, queries, list, columns, scores, partial, 0, span.num_queries * shared, tile, 0, end - tile);
       continue;
     }
     for (int64_t query = 0; query < span.num_queries; ++query) {
@@ -239,8 +279,30 @@ bool attend_elements(const AttentionCall& call, const Span& span, int64_t kv_hea
       int64_t from = list.place(first_visible(call, position), tile, end) - tile;
       int64_t to = list.place(position + 1, tile + from, end) - tile;
       if (from < to)
-        attend_row_range(call, queries, list, scores, partial, query * shared, (query + 1) * shared, tile, from, to);
+        attend_row_range(call, queries, list, columns, scores, partial, query * shared, (query + 1) * shared, tile, from,
+                         to);
     }
+  }
+}
+
+template <typename Element>
+bool attend_elements(const AttentionCall& call, const Span& span, int64_t kv_head, float* scratch,
+                     Partial partial) {
+  int64_t num_rows = span.num_queries * (call.num_heads / call.num_kv_heads);
+  float *queries = scratch, *scores = scratch + num_rows * padded(call.dim);
+  float* columns = num_rows < MIN_TRANSPOSED_ROWS ? nullptr : scores + ROWS * SCORES;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    partial.peak[row] = -__builtin_inff();
+    partial.total[row] = 0;
+  }
+  memset(partial.weighted, 0, num_rows * padded(call.dim_v) * sizeof(float));
+  scale_queries<Element>(call, span, kv_head, queries);
+  Keys<Element> list;
+  for (Span part = span; part.begin < span.end; part.begin = part.end) {
+    part.end = part.begin + MAX_LISTED < span.end ? part.begin + MAX_LISTED : span.end;
+    list.count = 0;
+    if (!list_keys(call, part, kv_head, list)) return false;
+    attend_list(call, span, list, queries, scores, columns, partial);
   }
   return true;
 }

@@ -17,7 +17,7 @@ class Tile(NamedTuple):
 TILES = {
     "sm_80": {
         ("decode", 2, 64): Tile(16, 64, 4, 3),
-        ("decode", 2, 128): Tile(16, 64, 4, 2),
+        ("decode", 2, 128): Tile(16, 32, 4, 3),
         ("decode", 2, 256): Tile(16, 32, 4, 2),
         ("decode", 2, 512): Tile(16, 16, 4, 2),
         ("decode", 4, 64): Tile(16, 32, 4, 1),
@@ -25,7 +25,7 @@ TILES = {
         ("decode", 4, 256): Tile(16, 16, 4, 1),
         ("decode", 4, 512): Tile(16, 16, 8, 1),
         ("prefill", 2, 64): Tile(128, 64, 4, 2),
-        ("prefill", 2, 128): Tile(128, 32, 8, 2),
+        ("prefill", 2, 128): Tile(64, 32, 4, 2),
         ("prefill", 2, 256): Tile(64, 32, 8, 2),
         ("prefill", 2, 512): Tile(32, 16, 8, 1),
         ("prefill", 4, 64): Tile(32, 32, 4, 1),

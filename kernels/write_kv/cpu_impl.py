@@ -18,14 +18,8 @@ def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
     ]
 
 
-def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
-    """See `kvgroups.ops.write_kv`."""
-    operands = key, value, key_cache, value_cache, slot_mapping
-    prepare_write_kv(*operands, layout=layout)(*operands, layout=layout)
-
-
 def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
-    """The function for all calls like this one, which has only addresses left to look up."""
+    """See `kvgroups.ops.write_kv`: the function for all calls like this one, with only addresses left open."""
     num_tokens, num_heads, _ = key.shape
     num_blocks, block_size = len(key_cache), key_cache.shape[1 if layout == "NHD" else 2]
     facts = (

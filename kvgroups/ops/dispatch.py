@@ -102,7 +102,12 @@ def _cpu(module: ModuleType, operation: str) -> Form:
         return absences(_first_tensor(args).device) + module.refusals(*args, **kwargs)
 
     prepare = getattr(module, f"prepare_{operation}", None)
-    return Form(getattr(module, operation), refusals, auto_on="cpu", absences=absences, prepare=prepare)
+
+    def run_prepared(*args: Any, **kwargs: Any) -> Any:
+        return prepare(*args, **kwargs)(*args, **kwargs)
+
+    run = run_prepared if prepare else getattr(module, operation)
+    return Form(run, refusals, auto_on="cpu", absences=absences, prepare=prepare)
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:

@@ -66,8 +66,10 @@ def test_triton_forms_have_the_same_signature(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_cpu_forms_have_the_same_signature(folder):
-    """Not every operation has one. Its reasons against a call are in `refusals`, with that signature too."""
+    """Not every operation has one. `prepare_x` returns it for a kind of call. Its reasons against a call are in
+    `refusals`, with that signature too."""
     cpu = signatures(folder / "cpu_impl.py") if (folder / "cpu_impl.py").exists() else {}
+    cpu = {name.removeprefix("prepare_"): arguments for name, arguments in cpu.items()}
     refusals = cpu.pop("refusals", None)
     reference = signatures(folder / "reference.py")
     assert cpu == {name: reference[name] for name in cpu}
