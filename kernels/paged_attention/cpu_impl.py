@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from kvgroups.kernels.cpu_library import cpu_library
+from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
 from kvgroups.kernels.paged_attention import torch_impl
 
 MAX_QUERIES = {torch.float32: 2**62, torch.bfloat16: 16, torch.float16: 16}
 """Queries of a request up to which this form is the faster one."""
-
-ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 CALL = Struct("44q2d")
 """`AttentionCall` in cpu.h."""

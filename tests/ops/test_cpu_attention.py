@@ -78,7 +78,8 @@ def test_log_sum_exp(name, prepared, isa):
 
 
 def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(nan_arena):
-    case = Case("rows", ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 190)), heads=(8, 2), dims=(64, 64), block_size=16)
+    rows = ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 190))
+    case = Case("rows", rows, heads=(8, 2), dims=(64, 64), block_size=16)
     batch = build(case, "HND", torch.float32, nan_arena)
     query, key, value, key_cache, value_cache, table = batch.operands
     together = attend(batch, "cpu")

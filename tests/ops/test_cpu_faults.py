@@ -31,6 +31,7 @@ sys.exit(pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", *sys.a
 """
 
 ATTENTION = ("tests/ops/test_cpu_attention.py", "-k", "is_as_good_as_the_reference and float32")
+ATTENTION_IN_TILES = ("tests/ops/test_cpu_attention.py", "-k", "tiles_and_spans")
 WRITES = ("tests/ops/test_write_kv.py", "-k", "cpu")
 CONVOLUTION = ("tests/ops/test_cpu_convolution.py", "tests/ops/test_causal_conv1d.py", "-k", "not scan and not sequence")
 UPDATE = ("tests/ops/test_cpu_state_update.py",)
@@ -52,8 +53,20 @@ FAULTS = {
     "query heads interleaved": (
         ATTENTION,
         "paged_attention/cpu_simd.cpp",
-        "(kv_head * shared + head) * call.query.head_stride",
-        "(head * call.num_kv_heads + kv_head) * call.query.head_stride",
+        "(kv_head * shared + head) * call.query_strides.head",
+        "(head * call.num_kv_heads + kv_head) * call.query_strides.head",
+    ),
+    "transposed keys shifted by one": (
+        ATTENTION_IN_TILES,
+        "paged_attention/cpu_simd.cpp",
+        "columns[(column + i) * TILE + key] = floats[i]",
+        "columns[(column + i) * TILE + (key + 1) % TILE] = floats[i]",
+    ),
+    "spans of a tile not joined": (
+        ATTENTION_IN_TILES,
+        "paged_attention/cpu.cpp",
+        "for (int64_t i = 0; i < tile.num_spans; ++i) parts",
+        "for (int64_t i = tile.num_spans - 1; i < tile.num_spans; ++i) parts",
     ),
     "null block written": (WRITES, "write_kv/cpu.cpp", "if (slot < call->block_size)", "if (slot < 0)"),
     "oldest input of the window taken": (
@@ -142,7 +155,7 @@ def run_tests(library, tests):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tests", [ATTENTION, WRITES, CONVOLUTION, UPDATE], ids=lambda tests: Path(tests[0]).stem)
+@pytest.mark.parametrize("tests", [ATTENTION, ATTENTION_IN_TILES, WRITES, CONVOLUTION, UPDATE], ids=" ".join)
 def test_what_is_built_from_the_sources_passes(tests, builder):
     code, printed = run_tests(builder.build("right"), tests)
     assert code == 0 and " passed" in printed, printed
