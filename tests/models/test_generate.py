@@ -259,8 +259,9 @@ def test_bfloat16_keeps_recurrent_states_in_float32(family):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("family", ["bamba", "jamba", "falcon_h1", "qwen3_next"])
 def test_bfloat16_drifts_no_more_than_eager(family, fused):
-    """200 tokens decoded one by one in bfloat16, the same tokens for all: the largest distance to the float32 model
-    is at most a tenth above that of eager's own bfloat16 decode."""
+    """200 tokens decoded one by one in bfloat16, the same tokens for all: the distance to the float32 model, as a root
+    mean square over the logits, is at most a tenth above that of eager's own bfloat16 decode. (The largest distance
+    moves by a sixth either way with the order of a sum.)"""
     tokens = torch.tensor(prompts(204))
     exact = oracle_logits(tiny(family), tokens[0])
 
@@ -270,7 +271,7 @@ def test_bfloat16_drifts_no_more_than_eager(family, fused):
             for at in range(4, 204):
                 positions = torch.tensor([[at]])
                 logits.append(model(tokens[:, at : at + 1], cache=cache, position_ids=positions).logits)
-        return (torch.cat(logits, dim=1)[0].float() - exact).abs().max().item()
+        return (torch.cat(logits, dim=1)[0].float() - exact).square().mean().sqrt().item()
 
     model = tiny(family, dtype=torch.bfloat16)
     eager = drift(model, DynamicCache(config=model.config))
