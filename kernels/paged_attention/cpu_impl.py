@@ -92,49 +92,82 @@ def prepare_paged_attention(
         *(window or 0, chunk or 0, MAX_QUERIES[query.dtype], cpu_library().isa),
         *(scale, softcap or 0.0),
     )
-    return _Prepared(facts, (num_tokens, num_heads, dim_v), return_lse)
+    settings = {
+        "scale": scale,
+        "window": window,
+        "chunk": chunk,
+        "softcap": softcap,
+        "layout": layout,
+        "ring_blocks": ring_blocks,
+        "return_lse": return_lse,
+    }
+    return _Prepared(facts, (num_tokens, num_heads, dim_v), settings)
 
 
 class _Prepared:
     """A call of which only the addresses are open."""
 
-    def __init__(self, facts, output_shape, returns_lse):
-        self.facts, self.output_shape, self.returns_lse = facts, output_shape, returns_lse
+    def __init__(self, facts, output_shape, settings):
+        self.facts, self.output_shape, self.settings = facts, output_shape, settings
+        self.returns_lse = settings["return_lse"]
         self.run = cpu_library().function("paged_attention")
 
-    def __call__(self, query, key, value, key_cache, value_cache, block_table, **options):
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        num_computed_tokens,
+        kv_start_loc=None,
+        sinks=None,
+        **known,
+    ):
         output = query.new_empty(self.output_shape)
         lse = query.new_empty(self.output_shape[:2], dtype=torch.float32) if self.returns_lse else None
         # Names keep what may be a copy alive until the call is over.
-        starts = options["query_start_loc"].contiguous()
-        computed = options["num_computed_tokens"].contiguous()
-        key_starts = starts if options.get("kv_start_loc") is None else options["kv_start_loc"].contiguous()
-        sinks = None if options.get("sinks") is None else options["sinks"].detach().float().contiguous()
+        starts, computed = query_start_loc.contiguous(), num_computed_tokens.contiguous()
+        key_starts = starts if kv_start_loc is None else kv_start_loc.contiguous()
+        logits = None if sinks is None else sinks.detach().float().contiguous()
         table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
         call = CALL.pack(
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
-            *_addresses(key_cache, value_cache, table),
+            0 if key_cache is None else key_cache.data_ptr(),
+            0 if value_cache is None else value_cache.data_ptr(),
+            0 if table is None else table.data_ptr(),
             starts.data_ptr(),
             key_starts.data_ptr(),
             computed.data_ptr(),
             output.data_ptr(),
-            *_addresses(lse, sinks),
+            0 if lse is None else lse.data_ptr(),
+            0 if logits is None else logits.data_ptr(),
             torch.get_num_threads(),
             *self.facts,
         )
         num_left = self.run(call)
+        if num_left == 0:
+            return (output, lse) if self.returns_lse else output
         if num_left < 0:
             raise IndexError(
                 f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
                 f"{int(block_table.max())}. A table must name blocks of the caches that it is passed with."
             )
+        operands = query, key, value, key_cache, value_cache, block_table
+        indices = {
+            "query_start_loc": starts,
+            "num_computed_tokens": computed,
+            "kv_start_loc": key_starts,
+            "sinks": sinks,
+        }
         if num_left == len(computed):
-            return torch_impl.paged_attention(query, key, value, key_cache, value_cache, block_table, **options)
-        if num_left:
-            _attend_rest(output, lse, query, key, value, key_cache, value_cache, block_table, **options)
-        return output if lse is None else (output, lse)
+            return torch_impl.paged_attention(*operands, **indices, **self.settings)
+        _attend_rest(output, lse, *operands, **indices, **self.settings)
+        return (output, lse) if self.returns_lse else output
 
 
 def _attend_rest(
@@ -153,9 +186,7 @@ def _attend_rest(
     **options,
 ):
     """The requests with many queries, in the torch form."""
-    rest = _Rest(
-        query_start_loc, query_start_loc if kv_start_loc is None else kv_start_loc, MAX_QUERIES[query.dtype]
-    )
+    rest = _Rest(query_start_loc, kv_start_loc, MAX_QUERIES[query.dtype])
     attended = torch_impl.paged_attention(
         query[rest.queries],
         key[rest.keys],
@@ -192,10 +223,6 @@ def _runs(starts, lengths, requests):
     if int(lengths[first : last + 1].sum()) == int(lengths[requests].sum()):
         return slice(int(starts[first]), int(starts[last + 1]))
     return torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in requests.tolist()])
-
-
-def _addresses(*tensors):
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _page_strides(cache, layout):

@@ -29,7 +29,7 @@ def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout
     )
     run = cpu_library().function("write_kv")
 
-    def write(key, value, key_cache, value_cache, slot_mapping, *, layout):
+    def write(key, value, key_cache, value_cache, slot_mapping, **settings):
         slots = slot_mapping.contiguous()
         call = CALL.pack(
             key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(), *facts

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvgroups.errors import ShapeError
 from kvgroups.ops.checks import ANY, INDEX, AtLeast, block_size_of, check, check_caches, check_step_kv
 from kvgroups.ops.dispatch import run
-from kvgroups.ops.recall import serving
+from kvgroups.ops.recall import Calls
 
 Layout = Literal["NHD", "HND"]
 
@@ -52,9 +52,8 @@ def write_kv(
         >>> cache.flatten().tolist()                                     # slot 3: block 1, offset 1
         [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
     """
-    operands = (key, value, key_cache, value_cache, slot_mapping)
-    write = serving("write_kv", backend, _check_write, operands, {}, {"layout": layout})
-    write(*operands, layout=layout)
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    _WRITES.serving(backend, tensors, (layout,))(*tensors)
 
 
 def _check_write(
@@ -63,6 +62,9 @@ def _check_write(
     check_caches(key_cache, value_cache, layout)
     check_step_kv(key, value, key_cache, value_cache, layout)
     check("slot_mapping", slot_mapping, (AtLeast(len(key)),), (torch.int64,), key.device)
+
+
+_WRITES = Calls("write_kv", _check_write, 5, settings=("layout",))
 
 
 def paged_attention(
@@ -158,23 +160,12 @@ def paged_attention(
         ...                 query_start_loc=torch.tensor([0, 1]), num_computed_tokens=torch.tensor([2]))
         tensor([[[3.]]])
     """
-    operands = (query, key, value, key_cache, value_cache, block_table)
-    tensors = {
-        "query_start_loc": query_start_loc,
-        "num_computed_tokens": num_computed_tokens,
-        "kv_start_loc": kv_start_loc,
-        "sinks": sinks,
-    }
-    settings = {
-        "scale": scale,
-        "window": window,
-        "chunk": chunk,
-        "softcap": softcap,
-        "layout": layout,
-        "ring_blocks": ring_blocks,
-        "return_lse": return_lse,
-    }
-    attend = serving("paged_attention", backend, _check_attention, operands, tensors, settings)
+    tensors = (
+        *(query, key, value, key_cache, value_cache, block_table),
+        *(query_start_loc, num_computed_tokens, kv_start_loc, sinks),
+    )
+    settings = (scale, window, chunk, softcap, layout, ring_blocks, return_lse)
+    attend = _ATTENTION.serving(backend, tensors, settings)
     if key_cache is None and num_computed_tokens.is_cpu and num_computed_tokens.any():
         raise ShapeError(
             "num_computed_tokens: expected all 0 without caches, got a request with history of "
@@ -183,7 +174,7 @@ def paged_attention(
     for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
         if bound is not None and bound < 0:
             raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
-    return attend(*operands, **tensors, **settings, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    return attend(*tensors, max_query_len=max_query_len, max_seq_len=max_seq_len)
 
 
 def _check_attention(
@@ -246,6 +237,15 @@ def _check_attention(
             "key_cache: expected key_cache, value_cache and block_table, or None for all three, got None for "
             f"{' and '.join(missing)} only. Without caches no request has history."
         )
+
+
+_ATTENTION = Calls(
+    "paged_attention",
+    _check_attention,
+    6,
+    ("query_start_loc", "num_computed_tokens", "kv_start_loc", "sinks"),
+    ("scale", "window", "chunk", "softcap", "layout", "ring_blocks", "return_lse"),
+)
 
 
 def merge_attention(outputs: Tensor, lses: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:

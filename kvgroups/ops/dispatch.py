@@ -64,7 +64,8 @@ class Form:
     absences: Callable[[torch.device], list[str]] = _no_refusals
     """The reasons against it for any call on a device of this machine; `refusals` holds them too."""
     prepare: Callable[..., Callable[..., Any]] | None = None
-    """Of a call, what runs every call with the same shapes, strides, dtypes and settings; None: `run` does."""
+    """Of a call, what runs every call with the same shapes, strides, dtypes and settings, as a function of the tensors in
+    their order; None: `run` does."""
 
 
 def _triton(folder: str, operation: str) -> Form:

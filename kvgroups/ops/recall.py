@@ -7,51 +7,80 @@ never from what is in the tensors. Checking takes three times as long as attenti
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvgroups.ops import dispatch
 
-MAX_KNOWN = 1024
-"""Calls that are remembered; when there are more, all are forgotten. Each takes about 2 KiB."""
-
-_known: dict[Any, tuple[str, dispatch.Form, Callable[..., Any]]] = {}
+MAX_KNOWN = 512
+"""Calls of an operation that are remembered; when there are more, all are forgotten. Each takes about 2 KiB."""
 
 
-def serving(
-    operation: str,
-    backend: str,
-    check: Callable[..., None],
-    operands: tuple[Tensor | None, ...],
-    tensors: dict[str, Tensor | None],
-    settings: dict[str, Any],
-) -> Callable[..., Any]:
-    """The form that serves a call, as a function for all calls like it.
+class _Known(NamedTuple):
+    """What serves a kind of call."""
+
+    name: str
+    form: dispatch.Form
+    run: Callable[..., Any]
+    """`form` as a function of the tensors alone, in their order; and of what only says how to cut the work."""
+
+
+class Calls:
+    """The calls of one operation that were found to be right.
 
     Args:
-        check: raises what is wrong with `check(*operands, **tensors, **settings)`; not asked about a call like an
-            earlier one.
-        operands, tensors, settings: the call, without what only says how to cut the work.
-
-    Raises:
-        BackendUnavailableError: if the backend asked for does not serve the call.
+        operation: a key of `dispatch.FORMS`.
+        check: raises what is wrong with a call, `check(*operands, **tensors, **settings)`.
+        num_operands: tensors that forms take by position.
+        tensors: names of the others, in their order.
+        settings: names of what is no tensor, in their order.
     """
-    backend = dispatch.backend_asked_for(operation, backend)
-    signature = None
-    if not torch.is_grad_enabled():  # under autograd it also matters which tensors want a gradient
-        given = (*operands, *tensors.values())
-        described = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in given]
-        signature = (operation, backend, *settings.values(), *described)
-        known = _known.get(signature)
-        if known is not None and dispatch.FORMS[operation].get(known[0]) is known[1]:
-            return known[2]
-    check(*operands, **tensors, **settings)
-    name, form = dispatch.form_for(operation, backend, *operands, **tensors, **settings)
-    run = form.run if form.prepare is None else form.prepare(*operands, **tensors, **settings)
-    if signature is not None and not any(isinstance(setting, Tensor) for setting in settings.values()):
-        if len(_known) >= MAX_KNOWN:
-            _known.clear()
-        _known[signature] = name, form, run
-    return run
+
+    def __init__(
+        self,
+        operation: str,
+        check: Callable[..., None],
+        num_operands: int,
+        tensors: tuple[str, ...] = (),
+        settings: tuple[str, ...] = (),
+    ) -> None:
+        self.operation, self.check = operation, check
+        self.num_operands, self.tensors, self.settings = num_operands, tensors, settings
+        self.known: dict[Any, _Known] = {}
+
+    def serving(self, backend: str, tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Callable[..., Any]:
+        """The form that serves a call, as a function of its tensors.
+
+        Raises:
+            BackendUnavailableError: if the backend asked for does not serve the call.
+        """
+        backend = dispatch.backend_asked_for(self.operation, backend)
+        signature = None
+        if not torch.is_grad_enabled():  # under autograd it also matters which tensors want a gradient
+            described = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+            signature = (backend, *settings, *described)
+            known = self.known.get(signature)
+            if known is not None and dispatch.FORMS[self.operation].get(known.name) is known.form:
+                return known.run
+        found = self._find(backend, tensors, settings)
+        if signature is not None and not any(isinstance(setting, Tensor) for setting in settings):
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            self.known[signature] = found
+        return found.run
+
+    def _find(self, backend: str, tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> _Known:
+        count, set_to = self.num_operands, dict(zip(self.settings, settings, strict=True))
+        operands, named = tensors[:count], dict(zip(self.tensors, tensors[count:], strict=True))
+        self.check(*operands, **named, **set_to)
+        name, form = dispatch.form_for(self.operation, backend, *operands, **named, **set_to)
+        if form.prepare is not None:
+            return _Known(name, form, form.prepare(*operands, **named, **set_to))
+
+        def run(*tensors: Tensor | None, **hints: Any) -> Any:
+            named = dict(zip(self.tensors, tensors[count:], strict=True))
+            return form.run(*tensors[:count], **named, **set_to, **hints)
+
+        return _Known(name, form, run)

@@ -20,7 +20,7 @@ from kvgroups.ops.checks import (
     sizes,
 )
 from kvgroups.ops.dispatch import run
-from kvgroups.ops.recall import serving
+from kvgroups.ops.recall import Calls
 
 Activation = Literal["silu", "swish"]
 
@@ -199,8 +199,8 @@ def causal_conv1d_update(
         >>> states[1].tolist()
         [[2.0, 3.0]]
     """
-    operands, settings = (x, states, slots, weight, bias), {"activation": activation}
-    return serving("causal_conv1d_update", backend, _check_step, operands, {}, settings)(*operands, **settings)
+    tensors = (x, states, slots, weight, bias)
+    return _STEPS.serving(backend, tensors, (activation,))(*tensors)
 
 
 def _check_step(
@@ -216,6 +216,9 @@ def _check_step(
     check("x", x, (ANY, ANY), None, device)
     check_convolution(x.shape[1], weight, bias, states, activation, device)
     check("slots", slots, (len(x),), INDEX, device)
+
+
+_STEPS = Calls("causal_conv1d_update", _check_step, 5, settings=("activation",))
 
 
 def selective_scan(
@@ -488,10 +491,8 @@ def selective_state_update(
         >>> states.flatten().tolist()
         [0.0, 12.0]
     """
-    operands = (states, slots, x, dt, A, B, C)
-    tensors, settings = {"D": D, "z": z, "dt_bias": dt_bias}, {"dt_softplus": dt_softplus}
-    update = serving("selective_state_update", backend, _check_update, operands, tensors, settings)
-    return update(*operands, **tensors, **settings)
+    tensors = (states, slots, x, dt, A, B, C, D, z, dt_bias)
+    return _UPDATES.serving(backend, tensors, (dt_softplus,))(*tensors)
 
 
 def _check_update(
@@ -520,3 +521,6 @@ def _check_update(
     check("states", states, (ANY, *inner, state_size), None, device)
     check("slots", slots, (num_reqs,), INDEX, device)
     check_scan_options(x, tuple(inner), D, z, dt_bias)
+
+
+_UPDATES = Calls("selective_state_update", _check_update, 7, ("D", "z", "dt_bias"), ("dt_softplus",))

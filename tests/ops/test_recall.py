@@ -6,15 +6,17 @@ import torch
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError, ShapeError
 from kvgroups.kernels.paged_attention import torch_impl
-from kvgroups.ops import dispatch, recall
+from kvgroups.ops import attention, dispatch, recall
+
+KNOWN = attention._ATTENTION.known
 
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    recall._known.clear()
+    KNOWN.clear()
     with torch.no_grad():
         yield
-    recall._known.clear()
+    KNOWN.clear()
 
 
 def call(num_reqs=2, history=3, **changes):
@@ -35,7 +37,7 @@ def call(num_reqs=2, history=3, **changes):
 
 def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
     ops.paged_attention(**call())
-    monkeypatch.setattr("kvgroups.ops.attention._check_attention", lambda *args, **options: pytest.fail("checked"))
+    monkeypatch.setattr(attention._ATTENTION, "check", lambda *args, **options: pytest.fail("checked"))
     ops.paged_attention(**call())
     with pytest.raises(pytest.fail.Exception, match="checked"):
         ops.paged_attention(**call(num_reqs=3))
@@ -45,7 +47,7 @@ def test_its_result_is_that_of_its_own_tensors():
     ops.paged_attention(**call())
     second = call(num_computed_tokens=torch.tensor([0, 2], dtype=torch.int32))
     attended = ops.paged_attention(**second)
-    assert len(recall._known) == 1
+    assert len(KNOWN) == 1
     torch.testing.assert_close(attended, ops.paged_attention(**second, backend="reference"))
 
 
@@ -94,7 +96,7 @@ def test_the_form_is_chosen_anew_for_other_strides():
     arguments = call(query=transposed)
     attended = ops.paged_attention(**arguments)
     torch.testing.assert_close(attended, ops.paged_attention(**arguments, backend="reference"))
-    assert len(recall._known) == 3
+    assert len(KNOWN) == 3
 
 
 def test_a_backend_is_remembered_for_those_who_asked_for_it():
@@ -102,7 +104,7 @@ def test_a_backend_is_remembered_for_those_who_asked_for_it():
     ops.paged_attention(**call())
     with ops.use_backend("reference"):
         ops.paged_attention(**call())
-    assert [name for name, _, _ in recall._known.values()][::2] == ["torch", "reference"]
+    assert [known.name for known in KNOWN.values()][::2] == ["torch", "reference"]
     for _ in range(2):
         with pytest.raises(BackendUnavailableError):
             ops.paged_attention(**call(), backend="no such backend")
@@ -137,4 +139,4 @@ def test_there_is_a_limit_to_what_is_remembered(monkeypatch):
     monkeypatch.setattr(recall, "MAX_KNOWN", 4)
     for num_reqs in range(1, 12):
         ops.paged_attention(**call(num_reqs=num_reqs))
-        assert 1 <= len(recall._known) <= 4
+        assert 1 <= len(KNOWN) <= 4
