@@ -40,6 +40,17 @@ int64_t query_start(const AttentionCall& call, int64_t i) {
 
 int64_t kv_start(const AttentionCall& call, int64_t i) { return at(call.kv_start_loc, call.kv_start_is_64_bit, i); }
 
+// Whether start locations ascend from 0 or more to no more than the tokens there are: what lies beside them is not ours.
+bool lie_within(const char* starts, int64_t is_64_bit, int64_t num_reqs, int64_t num_tokens) {
+  int64_t last = 0;
+  for (int64_t i = 0; i <= num_reqs; ++i) {
+    int64_t start = at(starts, is_64_bit, i);
+    if (start < last || start > num_tokens) return false;
+    last = start;
+  }
+  return true;
+}
+
 // Cut a tile of queries into spans of keys. Where a request has several tiles they are what threads share, and a
 // tile is left whole: partials of a long prompt on a long history would take more memory than its keys.
 void cut_tile(Plan& plan, const AttentionCall& call, Span whole, bool is_alone) {
@@ -165,14 +176,18 @@ static void clear_padding(const kvgroups::AttentionCall& call) {
   using namespace kvgroups;
   int64_t stop = query_start(call, call.num_reqs), size = call.element_type == FLOAT32 ? 4 : 2;
   int64_t first = stop * call.num_heads, end = call.num_query_tokens * call.num_heads;
+  if (first == end) return;  // perhaps there is no output at all
   memset(call.output + first * call.dim_v * size, 0, (end - first) * call.dim_v * size);
   for (int64_t i = first; call.lse && i < end; ++i) call.lse[i] = -INFINITY;
 }
 
-// The number of requests left to the caller, or -1 if a table names a block that does not exist.
+// The number of requests left to the caller; -1 if a table names a block that does not exist, and -2 or -3 if queries or
+// keys start where there are none, in which case nothing has been written.
 EXPORTED int64_t kvgroups_paged_attention(const kvgroups::AttentionCall* call_) {
   using namespace kvgroups;
   const AttentionCall& call = *call_;
+  if (!lie_within(call.query_start_loc, call.query_start_is_64_bit, call.num_reqs, call.num_query_tokens)) return -2;
+  if (!lie_within(call.kv_start_loc, call.kv_start_is_64_bit, call.num_reqs, call.num_key_tokens)) return -3;
   Plan plan = cut(call);
   Floats partials(plan.num_partial_floats);
   Job job(call, plan, partials.aligned);

@@ -30,7 +30,7 @@ struct AttentionCall {
   PageStrides key_page_strides, value_page_strides;
   int64_t block_table_stride, block_table_width, num_blocks, block_size, ring_blocks;
   int64_t query_start_is_64_bit, kv_start_is_64_bit, num_computed_is_64_bit;
-  int64_t num_reqs, num_query_tokens, num_heads, num_kv_heads, dim, dim_v, element_type;
+  int64_t num_reqs, num_query_tokens, num_key_tokens, num_heads, num_kv_heads, dim, dim_v, element_type;
   int64_t window, chunk;  // 0: none
   int64_t max_queries;    // requests with more are left to the caller
   int64_t isa;

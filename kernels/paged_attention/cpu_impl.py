@@ -16,7 +16,7 @@ from kvgroups.kernels.paged_attention import torch_impl
 MAX_QUERIES = {torch.float32: 2**62, torch.bfloat16: 16, torch.float16: 16}
 """Queries of a request up to which this form is the faster one."""
 
-CALL = Struct("44q2d")
+CALL = Struct("45q2d")
 """`AttentionCall` in cpu.h."""
 
 
@@ -51,7 +51,8 @@ def refusals(
     for name, tensor in named.items():
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             reasons.append(f"needs {name} contiguous over its last dimension, got stride {tensor.stride(-1)}")
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         reasons.append("computes no gradients: call it under torch.no_grad()")
     return reasons
 
@@ -88,8 +89,8 @@ def prepare_paged_attention(
         *_table_facts(block_table, key_cache, layout),
         ring_blocks,
         *(indices.dtype == torch.int64 for indices in (query_start_loc, key_starts, num_computed_tokens)),
-        *(len(num_computed_tokens), num_tokens, num_heads, num_kv_heads, dim, dim_v, ELEMENT_TYPES[query.dtype]),
-        *(window or 0, chunk or 0, MAX_QUERIES[query.dtype], cpu_library().isa),
+        *(len(num_computed_tokens), num_tokens, len(key), num_heads, num_kv_heads, dim, dim_v),
+        *(ELEMENT_TYPES[query.dtype], window or 0, chunk or 0, MAX_QUERIES[query.dtype], cpu_library().isa),
         *(scale, softcap or 0.0),
     )
     settings = {
@@ -152,6 +153,9 @@ class _Prepared:
         num_left = self.run(call)
         if num_left == 0:
             return (output, lse) if self.returns_lse else output
+        if num_left < -1:
+            which = (("query_start_loc", starts, "query", query), ("kv_start_loc", key_starts, "key", key))
+            raise _no_tokens(*which[-2 - num_left])
         if num_left < 0:
             raise IndexError(
                 f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
@@ -168,6 +172,14 @@ class _Prepared:
             return torch_impl.paged_attention(*operands, **indices, **self.settings)
         _attend_rest(output, lse, *operands, **indices, **self.settings)
         return (output, lse) if self.returns_lse else output
+
+
+def _no_tokens(name, starts, tokens_name, tokens):
+    """What to raise where start locations lead beside the tokens."""
+    return IndexError(
+        f"{name}: expected start locations that ascend from 0 to at most {len(tokens)}, the tokens of {tokens_name}, got "
+        f"{starts.tolist() if len(starts) <= 8 else f'{int(starts.min())} to {int(starts.max())}'}."
+    )
 
 
 def _attend_rest(

@@ -72,7 +72,8 @@ def paged_attention(
     rule = Rule(scale, window, chunk, softcap, sinks, return_lse)
     pages = None if key_cache is None else Pages(key_cache, value_cache, block_table, layout, ring_blocks)
     batches = _batches(list(_rows(query_start_loc, kv_start_loc, num_computed_tokens)), pages, rule)
-    has_graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     with Scratch(query.device, is_kept=not has_graph) as scratch:
         if len(batches) == 1 and _covers(batches[0], query.shape[0]):
             output = _attend_batch(batches[0], query, key, value, pages, rule, scratch).flatten(0, 1)

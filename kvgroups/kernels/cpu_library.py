@@ -11,7 +11,7 @@ from pathlib import Path
 PATH = Path(__file__).with_name("_cpu.so")
 """Where setup.py puts it, in a checkout and in a wheel."""
 
-INTERFACE = 6
+INTERFACE = 7
 """What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
 
 FUNCTIONS = tuple(

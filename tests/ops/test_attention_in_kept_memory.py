@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 
-from kvgroups import ops
 from kvgroups.kernels import scratch
 from kvgroups.kernels.paged_attention import dense, torch_impl
 from tests.ops.attention_cases import CASES, DTYPES, LAYOUTS, Case, assert_close, attend, build, oracle
@@ -168,14 +167,16 @@ def test_heads_share_keys_through_a_stride_of_zero_as_elsewhere_than_on_the_cpu(
     assert_close(attend(batch, "torch"), reference_output, truth)
 
 
-def test_gradients_do_not_pass_through_kept_memory(nan_arena):
+@pytest.mark.parametrize("wanted", ["queries, keys and values", "sinks"])
+def test_gradients_do_not_pass_through_kept_memory(wanted, nan_arena):
     """A graph holds what was gathered until its backward, while other calls go on."""
-    case = Case("decode and chunk", ((9, 1), (13, 6)))
+    case = Case("decode and chunk", ((9, 1), (13, 6)), has_sinks=wanted == "sinks")
 
     def gradients(calls_between):
         batch = build(case, "HND", torch.float32, nan_arena)
-        operands = [tensor.requires_grad_() for tensor in batch.operands[:3]]
-        output = ops.paged_attention(*operands, *batch.operands[3:], **batch.options, backend="torch")
+        operands = [batch.options["sinks"]] if case.has_sinks else batch.operands[:3]
+        operands = [tensor.requires_grad_() for tensor in operands]
+        output = attend(batch, "torch")
         for seed in range(calls_between):
             with torch.no_grad():
                 attend(build(case, "HND", torch.float32, nan_arena, seed=seed + 1), "torch")

@@ -163,6 +163,24 @@ def test_a_block_that_does_not_exist_is_an_error_and_not_a_crash(prepared):
         attend(batch, "cpu")
 
 
+@pytest.mark.parametrize("starts", [(0, 41), (-1, 39), (40, 0), (1 << 40, (1 << 40) + 40)], ids=str)
+@pytest.mark.parametrize("name", ["query_start_loc", "kv_start_loc"])
+def test_tokens_that_do_not_exist_are_an_error_and_not_a_crash(name, starts, prepared):
+    batch, *_ = prepared(NAMED["long prefill, more queries than are packed"])
+    right = torch.tensor([0, 40])
+    changes = {"query_start_loc": right, "kv_start_loc": right, name: torch.tensor(starts)}
+    with pytest.raises(IndexError, match=f"{name}: expected start locations that ascend from 0 to at most 40"):
+        attend(batch, "cpu", **changes)
+
+
+def test_a_gradient_that_only_sinks_want_is_not_lost(prepared):
+    batch, *_ = prepared(NAMED["sinks"])
+    batch.options["sinks"].requires_grad_()
+    assert attend(batch, "auto").requires_grad
+    with pytest.raises(BackendUnavailableError, match="computes no gradients"):
+        attend(batch, "cpu")
+
+
 def test_refusals_name_all_reasons_and_auto_goes_on(prepared):
     batch, _, truth = prepared(NAMED["decode of one row"])
     operands = [batch.operands[0].double().requires_grad_(), *(tensor.double() for tensor in batch.operands[1:5])]
