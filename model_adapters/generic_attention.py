@@ -216,7 +216,7 @@ class StepKV:
         if index is not None:
             padded = output.new_zeros((num_reqs * columns, num_heads, output.shape[-1]))
             output = padded.index_copy_(0, index, output)
-        return rearrange(output, "(b s) h d -> b s h d", b=num_reqs)
+        return output.reshape(num_reqs, columns, *output.shape[1:])
 
     def _attend_gathered(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, common: dict[str, Any]
