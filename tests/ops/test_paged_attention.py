@@ -520,6 +520,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(prepared, nan_arena):
         ({"query_start_loc": torch.tensor([0])}, "query_start_loc: expected (2,) int32 or int64"),
         ({"sinks": torch.zeros(2)}, "sinks: expected (4,) floating"),
         ({"window": 0}, "window: expected more than 0, or None for no window, got 0"),
+        ({"window": 4.0}, "window: expected a whole number, got 4.0"),
         ({"scale": 0.0}, "scale: expected more than 0, got 0.0"),
         ({"scale": -0.3}, "scale: expected more than 0, got -0.3"),
         ({"layout": "NHD"}, "key: expected (*, 4, 8) float32 on cpu, got (1, 2, 8) float32"),
