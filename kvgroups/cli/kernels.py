@@ -45,13 +45,18 @@ def kernels(
 
 
 def compile_for(target: str, every: bool = False) -> dict[str, Any]:
-    """The report of one target, made in a process of its own: Triton compiles for one target, or interprets."""
+    """The report of one target, made in a process of its own: Triton compiles for one target, or interprets.
+
+    It imports what this process does: without -P the folder that it starts in would come first, and a clone that lies
+    there under the name kvgroups would hide the package.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     done = subprocess.run(
-        [sys.executable, "-m", "kvgroups.testing.compile_report", target, *(["--all"] if every else [])],
+        [sys.executable, "-P", "-m", "kvgroups.testing.compile_report", target, *(["--all"] if every else [])],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment | {"TRITON_DEFAULT_FP_FUSION": "1"},
+        env=environment | {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": path},
     )
     if done.returncode:
         raise RuntimeError(f"kernels: the compilation for {target} ended with exit code {done.returncode}; see above.")
@@ -65,26 +70,38 @@ def _print_tables(reports: list[dict[str, Any]]) -> None:
 
     console = result_console()
     for report in reports:
-        table = Table("kernel", box=None, padding=(0, 1, 0, 0), title_justify="left", title=report["target"])
-        table.add_column("case", no_wrap=True)
+        table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", title=report["target"])
+        for heading in ("kernel", "case"):
+            table.add_column(heading, overflow="fold")
         for heading in ("warps", "stages", "regs", "spilled", "shared", "matrix", "loads"):
             table.add_column(heading, justify="right")
         for each in report["kernels"]:
             table.add_row(
-                each["kernel"].partition(".")[0],
+                _name(each["kernel"]),
                 each["case"],
                 *(str(each["settings"][name]) for name in ("warps", "stages")),
                 *(str(each[name]) for name in ("registers", "spilled_bytes", "shared_bytes", "matrix_instructions")),
                 _loads(each),
             )
+        if not console.is_terminal:  # a row is a line, for whatever reads it
+            unlimited = console.options.update(max_width=1000)
+            console.width = max(console.width, console.measure(table, options=unlimited).maximum)
         console.print(table)
         for problem in report["problems"]:
             console.print(f"problem: {problem}")
+    num_problems = sum(len(report["problems"]) for report in reports)
     console.print(
         "Compiled ahead of time, and run nowhere. regs: of a thread; spilled, shared: bytes; matrix: instructions; "
         "loads: bits of a thread's load from global memory x how many, in the loop over keys where there is one. "
-        f"{sum(len(report['problems']) for report in reports)} problems."
+        f"{num_problems or 'No'} problem{'' if num_problems == 1 else 's'}."
     )
+
+
+def _name(kernel: str) -> str:
+    """`causal_conv1d.keep` of `causal_conv1d._keep_kernel`; the operation alone where its kernel bears its name."""
+    operation, _, function = kernel.partition(".")
+    name = function.strip("_").removesuffix("_kernel")
+    return operation if name == operation else f"{operation}.{name}"
 
 
 def _loads(kernel: dict[str, Any]) -> str:

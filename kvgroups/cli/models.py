@@ -94,9 +94,12 @@ def _load(name: str, place: str, dtype: torch.dtype, **options: Any) -> tuple[Pr
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UsageError(f"model {name!r}: transformers cannot load it: {_first_line(error)}") from None
     try:
-        return model, AutoTokenizer.from_pretrained(place, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
     except Exception:  # a model without a tokenizer is asked random token ids
         return model, None
+    # Where there are no files, transformers may make one up that knows special tokens and nothing else.
+    is_hollow = len(tokenizer) <= len(set(tokenizer.all_special_ids))
+    return model, None if is_hollow else tokenizer
 
 
 def _is_kept(name: str) -> bool:

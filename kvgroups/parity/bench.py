@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError, KVGroupsError
+from kvgroups.parity.conditions import computing_dtype
 from kvgroups.parity.judge import Finding, Judge
 from kvgroups.parity.oracle import Oracle
 from kvgroups.parity.report import WorkloadResult
@@ -66,7 +67,7 @@ class Bench:
         for length in PROBE_LENGTHS:
             prompt = plan.prompts.long(length)
             probes.append(Row(prompt, answer=prompt[-1:], logits=torch.empty(0), pieces=(length,)))
-        self.judge = Judge(Oracle(model), probes, model.dtype)
+        self.judge = Judge(Oracle(model), probes, computing_dtype(model))
 
     def side(self, name: str) -> Side:
         """The way through the model called `name`, made when it is first asked for."""

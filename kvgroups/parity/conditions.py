@@ -16,12 +16,12 @@ from kvgroups.parity.report import Conditions
 
 def conditions(model: PreTrainedModel, seed: int) -> Conditions:
     """Device, dtype, threads and versions of a check on `model`."""
-    device = str(model.device)
+    device, computed = str(model.device), computing_dtype(model)
     if model.device.type == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(model.device)})"
     return Conditions(
         device=device,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=_name(model.dtype) if computed == model.dtype else f"{_name(model.dtype)}, {_name(computed)} autocast",
         threads=torch.get_num_threads(),
         kvgroups=sys.modules["kvgroups"].__version__,  # the root imports us, not the other way round
         commit=_commit(),
@@ -30,6 +30,18 @@ def conditions(model: PreTrainedModel, seed: int) -> Conditions:
         python=platform.python_version(),
         seed=seed,
     )
+
+
+def computing_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The coarsest dtype that logits pass through: that of the weights, or autocast's where that is on."""
+    device = model.device.type
+    if model.dtype == torch.float64 or not torch.is_autocast_enabled(device):  # autocast leaves float64 alone
+        return model.dtype
+    return max(model.dtype, torch.get_autocast_dtype(device), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _commit() -> str | None:

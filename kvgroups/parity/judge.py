@@ -60,9 +60,9 @@ class _Choices(NamedTuple):
 class Judge:
     """Holds answers against the oracle.
 
-    In float32 every token must be the reference's choice. In lower precision a token may differ where the
-    reference's own margin between the two candidates is below eager's gap. In both, logits must stay within
-    `tolerance` of the reference at every step.
+    In float32 every token must be the reference's choice, or have the very same logit. In lower precision a token may
+    differ where the reference's own margin between the two candidates is below eager's gap. In both, logits must stay
+    within `tolerance` of the reference at every step.
 
     The reference is one uncached forward of the unpadded row. Some models floor a time step in prefill but not
     in decode, so that their cached decode is not their uncached forward, by design, and low precision rounds the
@@ -74,7 +74,7 @@ class Judge:
     Args:
         oracle: of the model.
         probes: rows that the gap is measured on, the longest first.
-        dtype: of the model.
+        dtype: that logits are computed in: the model's, or autocast's.
     """
 
     def __init__(self, oracle: Oracle, probes: Sequence[Row], dtype: torch.dtype) -> None:
@@ -191,7 +191,9 @@ class Judge:
         best, choice = reference.max(-1)
         margin = best - reference.gather(1, chosen[:, None])[:, 0]
         agrees = choice == chosen
-        near_tie = ~agrees & (margin < self.gap) & (not self.is_exact)
+        # Of candidates with one logit eager's own choice is the lower id, not the better one: a tie in any dtype.
+        is_tied = margin == 0 if self.is_exact else margin < self.gap
+        near_tie = ~agrees & is_tied
         return _Choices(choice, margin, agrees, near_tie, wrong=~agrees & ~near_tie)
 
     def _compare_choices(self, finding: Finding, index: int, row: Row, reference: torch.Tensor) -> None:

@@ -172,6 +172,8 @@ def _verdict(report: ParityReport) -> Text:
         line.append("-")
     else:
         line.append(f"{_number(worst.max_logit_difference)} at most, allowed {_number(worst.tolerance)}")
+        if not report.conditions.is_exact:
+            line.append(" (a coarse guard: tokens decide)")
     if ties := sum(w.near_ties for w in report.workloads):
         line.append(f", {ties} near ties")
     if (speed := report.speed) is not None:

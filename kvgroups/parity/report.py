@@ -26,7 +26,7 @@ class Conditions(_Frozen):
     device: str
     """Where model and caches were: "cpu", or "cuda:0" and the card's name."""
     dtype: str
-    """Of the weights, "float32"."""
+    """Of the weights, "float32"; "float32, bfloat16 autocast" where the check ran under autocast to a coarser one."""
     threads: int
     """Threads that torch used for one operation."""
     kvgroups: str
@@ -41,6 +41,11 @@ class Conditions(_Frozen):
     """Version of Python."""
     seed: int
     """Seeds random prompts and sampling."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing coarser than float32 computes, so that every token must be the reference's choice."""
+        return self.dtype in ("float32", "float64")
 
 
 class GroupSummary(_Frozen):
@@ -85,7 +90,8 @@ class WorkloadResult(_Frozen):
     tokens_agree: int
     """How many of them are the reference's choice; with sampling and beams, those equal to eager's."""
     near_ties: int
-    """Tokens that differ in low precision although eager itself cannot tell the two candidates apart."""
+    """Tokens that differ although eager itself cannot tell the two candidates apart: in low precision those closer than
+    its own rounding, in any those with equal logits."""
     eager_tokens_agree: int | None
     """How many tokens of eager's own cached run equal those of kvgroups; None if eager did not run or failed."""
     reference: Literal["uncached", "cached"]

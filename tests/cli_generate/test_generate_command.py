@@ -114,7 +114,8 @@ def test_the_peak_is_the_managers(name: str):
             "model 'llama': a tiny family has random weights and no tokenizer, so it writes no text; use tiny-",
         ),
         (["./no-such-folder"], "model './no-such-folder': there is no such folder"),
-        (["{folder}"], "there is no tokenizer beside it"),
+        (["{folder}/llama"], "there is no tokenizer beside it"),
+        (["{folder}/qwen2"], "there is no tokenizer beside it"),
         (["tiny-jamba", "--dtype", "float8"], "--dtype 'float8': expected one of float32"),
         (["tiny-jamba", "--device", "abacus"], "--device 'abacus'"),
         (["tiny-jamba", "--temperature", "0", "--top-k", "3"], "--temperature 0 is greedy"),
@@ -122,7 +123,8 @@ def test_the_peak_is_the_managers(name: str):
     ],
 )
 def test_what_cannot_be_used_gives_one_sentence_and_2(arguments: list[str], message: str, tmp_path: Path):
-    tiny("llama").save_pretrained(tmp_path)
+    for family in ("llama", "qwen2"):  # of the second transformers makes up a tokenizer that reads no word
+        tiny(family).save_pretrained(tmp_path / family)
     result = generate(*(argument.format(folder=tmp_path) for argument in arguments), "--prompt", "Hello")
 
     assert result.exit_code == 2

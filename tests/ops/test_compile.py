@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import kvgroups
 from kvgroups.cli import app
 from kvgroups.ops import dispatch
 
@@ -135,8 +137,9 @@ def test_the_command_prints_a_row_for_each_kernel(canned):
     result = CliRunner().invoke(app, ["kernels", "--target", "sm_80", "--target", "gfx942"])
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("paged_attention")]
-    assert rows == [f"paged_attention {KERNEL['case']} 4 2 148 0 39168 64 128x16 32x2".split()] * 2
+    assert rows == [f"paged_attention.attention {KERNEL['case']} 4 2 148 0 39168 64 128x16 32x2".split()] * 2
     assert "sm_80" in result.stdout and "gfx942" in result.stdout and "run nowhere" in result.stdout
+    assert " ".join(result.stdout.split()).endswith("No problems.")
 
 
 def test_the_command_prints_json(canned):
@@ -149,6 +152,24 @@ def test_a_problem_is_printed_and_is_exit_code_1(canned):
     canned("sm_90, paged_attention: spills 8 bytes a thread")
     result = CliRunner().invoke(app, ["kernels"])
     assert result.exit_code == 1 and "problem: sm_90, paged_attention: spills 8 bytes" in result.stdout
+    assert " ".join(result.stdout.split()).endswith(" 1 problem.")
+
+
+def test_a_folder_that_bears_our_name_does_not_hide_the_package(tmp_path, monkeypatch):
+    """A clone is called kvgroups, and the command runs in the folder above it."""
+    (tmp_path / "kvgroups").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.subprocess, "run", _only_import)
+    assert command.compile_for("sm_90") == {"from": str(Path(kvgroups.__file__).resolve())}
+
+
+def _only_import(arguments, run=subprocess.run, **options):
+    """What `python [options] -m module` would import, without running it."""
+    flags = arguments[1 : arguments.index("-m")]
+    module = arguments[arguments.index("-m") + 1]
+    where = f"import importlib.util as i, json; i.find_spec({module!r}); import kvgroups"
+    program = f"{where}; print(json.dumps({{'from': kvgroups.__file__}}))"
+    return run([arguments[0], *flags, "-c", program], **options)
 
 
 def test_an_unknown_target_is_refused_in_one_sentence():

@@ -137,6 +137,16 @@ def test_bfloat16_passes_with_a_tolerance_of_its_own():
     assert report.passed, report.render()
     assert report.conditions.dtype == "bfloat16"
     assert report.eager_gap > 1e-3
+    assert "a coarse guard: tokens decide" in " ".join(report.render().split())
+
+
+def test_autocast_is_judged_as_what_it_computes_in():
+    with torch.autocast("cpu", torch.bfloat16):
+        report = check_parity(tiny("gemma2"), workloads=["ragged"], **QUICK)
+
+    assert report.passed, report.render()
+    assert report.conditions.dtype == "float32, bfloat16 autocast"
+    assert not report.conditions.is_exact
 
 
 # Faults

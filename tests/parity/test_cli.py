@@ -10,10 +10,12 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvgroups import KVGroupsConfig
 from kvgroups.cli import app
+from kvgroups.cli.models import load_model
 from kvgroups.errors import UnsupportedModelError
 from kvgroups.manager import Manager
 from kvgroups.testing import tiny, tiny_names, trained_names
@@ -85,6 +87,15 @@ def test_a_folder_with_a_saved_model_and_a_config_of_ones_own(tmp_path):
 
     assert result.exit_code == 0, result.output
     assert "blocks of 2, paged" in result.stdout
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_a_folder_without_a_tokenizer_is_asked_random_ids(family, tmp_path):
+    """Of these transformers makes up a tokenizer that reads no word."""
+    tiny(family).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), dtype=torch.float32)[1] is None
+    result = kvgroups("parity", tmp_path, *QUICK)
+    assert result.exit_code == 0, result.output
 
 
 def test_config_prints_json_that_loads():

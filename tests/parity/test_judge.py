@@ -66,6 +66,14 @@ def test_another_token_fails_in_float32_even_at_a_near_tie():
     assert finding.failures == ["row 0: token 0 is 1, the reference chooses 2 by 5.0e-05"]
 
 
+def test_equal_logits_are_a_tie_in_float32_too():
+    tie = torch.tensor([[0.0, 2.0, 2.0], [2.0, 1.0, 0.0]])
+    finding = judge(row(tie, answer=(2, 0)), oracle=MadeUpOracle(tie))
+    assert (finding.failures, finding.tokens_agree, finding.near_ties) == ([], 1, 1)
+    tie[0, 1] = tie[0, 1].nextafter(torch.tensor(3.0))
+    assert judge(row(tie, answer=(2, 0)), oracle=MadeUpOracle(tie)).failures != []
+
+
 @pytest.mark.parametrize(("margin", "fails"), [(0.5 * GAP, False), (2 * GAP, True)])
 def test_in_low_precision_a_margin_below_eagers_own_gap_is_a_tie(margin, fails):
     tie = torch.tensor([[0.0, 2.0 - margin, 2.0], [2.0, 1.0, 0.0]])
