@@ -75,6 +75,8 @@ void cut_tile(Plan& plan, const AttentionCall& call, Span whole, bool is_alone) 
 // Cut the requests; those with too many queries are counted and left.
 Plan cut(const AttentionCall& call) {
   Plan plan;
+  int64_t shared = call.num_heads / call.num_kv_heads, max_tile = MIN_TILE_QUERIES;
+  if (shared && MAX_TILE_ROWS / shared > max_tile) max_tile = MAX_TILE_ROWS / shared;
   for (int64_t i = 0; i < call.num_reqs; ++i) {
     int64_t first_query = query_start(call, i), num_queries = query_start(call, i + 1) - first_query;
     int64_t first_key = kv_start(call, i), num_keys = kv_start(call, i + 1) - first_key;
@@ -83,7 +85,7 @@ Plan cut(const AttentionCall& call) {
     int64_t computed = at(call.num_computed_tokens, call.num_computed_is_64_bit, i);
     // Right-aligned: the last query sits on the last key. A query before every key sees nothing.
     int64_t position = computed + num_keys - num_queries;
-    int64_t num_tiles = (num_queries + MAX_TILE_QUERIES - 1) / MAX_TILE_QUERIES;
+    int64_t num_tiles = (num_queries + max_tile - 1) / max_tile;
     int64_t tile = (num_queries + num_tiles - 1) / num_tiles;
     for (int64_t query = 0; query < num_queries; query += tile) {
       int64_t count = query + tile < num_queries ? tile : num_queries - query, first = position + query;

@@ -49,14 +49,15 @@ struct Partial {
   float* weighted;  // (rows, padded dim_v)
 };
 
-constexpr int64_t MAX_TILE_QUERIES = 64;
+constexpr int64_t MAX_TILE_ROWS = 256;
+constexpr int64_t MIN_TILE_QUERIES = 16;
 constexpr int64_t MIN_SPAN = 512;
 constexpr int64_t ROWS_PER_SPAN = 64;  // a span is MIN_SPAN keys for each started so many rows
 constexpr int64_t MAX_LISTED = 512;    // keys that are looked up at once
 constexpr int64_t TILE = 64;           // keys whose scores are in hand at once
 
 // From so many rows on it pays to transpose a tile of keys, which then costs the rows no sums within vectors.
-constexpr int64_t MIN_TRANSPOSED_ROWS = 32;
+constexpr int64_t MIN_TRANSPOSED_ROWS = 16;
 
 // Floats that `attend_span` wants for itself: the queries, scores of the rows that are in hand, a transposed tile.
 static inline int64_t scratch_size(int64_t rows, int64_t dim) {

@@ -1,6 +1,6 @@
 """Attention over blocks plus the step's own keys and values, in C++.
 
-In 16 bits a request with more than `MAX_QUERIES` queries is bound by arithmetic and not by memory, and goes through
+In 16 bits a request with more than `MAX_ROWS` rows is bound by arithmetic and not by memory, and goes through
 the torch form, whose matrix products use what the processor has for 16 bits.
 """
 
@@ -13,8 +13,9 @@ from kvgroups.kernels.cpu_library import cpu_library
 from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
 from kvgroups.kernels.paged_attention import torch_impl
 
-MAX_QUERIES = {torch.float32: 2**62, torch.bfloat16: 16, torch.float16: 16}
-"""Queries of a request up to which this form is the faster one."""
+MAX_ROWS = {torch.float32: 2**62, torch.bfloat16: 32, torch.float16: 32}
+"""Rows of a request, its queries times the query heads of a KV head, up to which this form serves. In fp32 it is faster
+than the torch form or as fast, and gathers nothing."""
 
 CALL = Struct("45q2d")
 """`AttentionCall` in cpu.h."""
@@ -90,7 +91,7 @@ def prepare_paged_attention(
         ring_blocks,
         *(indices.dtype == torch.int64 for indices in (query_start_loc, key_starts, num_computed_tokens)),
         *(len(num_computed_tokens), num_tokens, len(key), num_heads, num_kv_heads, dim, dim_v),
-        *(ELEMENT_TYPES[query.dtype], window or 0, chunk or 0, MAX_QUERIES[query.dtype], cpu_library().isa),
+        *(ELEMENT_TYPES[query.dtype], window or 0, chunk or 0, _max_queries(query, key), cpu_library().isa),
         *(scale, softcap or 0.0),
     )
     settings = {
@@ -198,7 +199,7 @@ def _attend_rest(
     **options,
 ):
     """The requests with many queries, in the torch form."""
-    rest = _Rest(query_start_loc, kv_start_loc, MAX_QUERIES[query.dtype])
+    rest = _Rest(query_start_loc, kv_start_loc, _max_queries(query, key))
     attended = torch_impl.paged_attention(
         query[rest.queries],
         key[rest.keys],
@@ -235,6 +236,12 @@ def _runs(starts, lengths, requests):
     if int(lengths[first : last + 1].sum()) == int(lengths[requests].sum()):
         return slice(int(starts[first]), int(starts[last + 1]))
     return torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in requests.tolist()])
+
+
+def _max_queries(query, key):
+    """Queries of a request up to which this form serves: one at least, whatever the heads."""
+    heads_of_kv_head = query.shape[1] // key.shape[1]
+    return max(1, MAX_ROWS[query.dtype] // max(1, heads_of_kv_head))
 
 
 def _page_strides(cache, layout):

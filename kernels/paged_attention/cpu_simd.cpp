@@ -30,8 +30,13 @@ struct Keys {
     values[count++] = value;
   }
 
-  // Places in the list of the first key at `position` or later, between two places.
+  // The place of the first key at `position` or later, between two places.
   INLINE int64_t place(int64_t position, int64_t from, int64_t to) const {
+    if (from == to) return to;
+    if (positions[to - 1] - positions[from] == to - 1 - from) {  // no gap, which a null block leaves
+      int64_t place = from + position - positions[from];
+      return place < from ? from : place > to ? to : place;
+    }
     while (from < to && positions[from] < position) ++from;
     return from;
   }
@@ -119,11 +124,15 @@ INLINE void score(const AttentionCall& call, const float* queries, const Element
 // The keys of a tile, one column after another, so that a vector holds a column of consecutive keys.
 template <typename Element>
 void transpose(const Element* const* keys, const Element* const* upcoming, float* columns, int64_t count, int64_t dim) {
-  for (int64_t key = 0; key < count; ++key) {
+  for (int64_t key = 0; key < count; key += WIDTH) {  // the list's last keys are repeated, to fill a group
     for (int64_t column = 0; column < dim; column += WIDTH) {
-      __builtin_prefetch(upcoming[key] + column, 0, 2);
-      Vector floats = piece(keys[key], column, dim);
-      for (int i = 0; i < WIDTH && column + i < dim; ++i) columns[(column + i) * TILE + key] = floats[i];
+      Vector square[WIDTH];
+      for (int i = 0; i < WIDTH; ++i) {
+        __builtin_prefetch(upcoming[key + i] + column, 0, 2);
+        square[i] = piece(keys[key + i], column, dim);
+      }
+      transpose_square(square);
+      for (int i = 0; i < WIDTH && column + i < dim; ++i) store(columns + (column + i) * TILE + key, square[i]);
     }
   }
 }
@@ -259,6 +268,18 @@ void scale_queries(const AttentionCall& call, const Span& span, int64_t kv_head,
   }
 }
 
+struct Range { int64_t from, to; };
+
+// What a query sees of a tile, counted from the tile's first key.
+template <typename Element>
+INLINE Range seen(const AttentionCall& call, const Span& span, const Keys<Element>& list, int64_t query, int64_t tile,
+                  int64_t end) {
+  int64_t position = span.first_position + query;
+  if (position < 0) return {0, 0};
+  int64_t from = list.place(first_visible(call, position), tile, end);
+  return {from - tile, list.place(position + 1, from, end) - tile};
+}
+
 // The keys of a list. A query walks only the part of a tile that it sees.
 template <typename Element>
 void attend_list(const AttentionCall& call, const Span& span, const Keys<Element>& list, const float* queries,
@@ -273,14 +294,15 @@ void attend_list(const AttentionCall& call, const Span& span, const Keys<Element
       attend_row_range(call, queries, list, columns, scores, partial, 0, span.num_queries * shared, tile, 0, end - tile);
       continue;
     }
-    for (int64_t query = 0; query < span.num_queries; ++query) {
-      int64_t position = span.first_position + query;
-      if (position < 0) continue;
-      int64_t from = list.place(first_visible(call, position), tile, end) - tile;
-      int64_t to = list.place(position + 1, tile + from, end) - tile;
-      if (from < to)
-        attend_row_range(call, queries, list, columns, scores, partial, query * shared, (query + 1) * shared, tile, from,
-                         to);
+    for (int64_t query = 0, stop; query < span.num_queries; query = stop) {
+      Range range = seen(call, span, list, query, tile, end);
+      for (stop = query + 1; stop < span.num_queries; ++stop) {  // neighbours that see the same are one run
+        Range next = seen(call, span, list, stop, tile, end);
+        if (next.from != range.from || next.to != range.to) break;
+      }
+      if (range.from < range.to)
+        attend_row_range(call, queries, list, columns, scores, partial, query * shared, stop * shared, tile, range.from,
+                         range.to);
     }
   }
 }

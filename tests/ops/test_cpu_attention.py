@@ -32,8 +32,9 @@ def test_is_as_good_as_the_reference(case, dtype, prepared, assert_same_bits, is
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_long_chunks_go_to_the_torch_form_and_come_back(case, prepared, monkeypatch):
-    """Rows of more than three queries, among others that stay."""
-    monkeypatch.setitem(cpu_impl.MAX_QUERIES, torch.float32, 3)
+    """Requests of more than three queries, or of one with many heads, among others that stay."""
+    heads, kv_heads = case.heads
+    monkeypatch.setitem(cpu_impl.MAX_ROWS, torch.float32, 3 * heads // kv_heads)
     batch, reference_output, truth = prepared(case)
     assert_close(attend(batch, "cpu"), reference_output, truth)
 
@@ -44,6 +45,8 @@ LONG = [
     Case("own keys of several spans", ((0, 1, 1300), (10, 2, 600)), dims=(24, 16), has_sinks=True, softcap=3.0),
     Case("tiles of queries", ((0, 64), (700, 65), (0, 200), (3, 129)), heads=(6, 2), dims=(40, 24), block_size=16),
     Case("a lone tile of several spans", ((2600, 40), (1100, 64)), heads=(4, 1), dims=(64, 64), block_size=16),
+    Case("heads that share nothing", ((40, 300), (0, 270)), heads=(2, 2), dims=(64, 20), block_size=16),
+    Case("many heads on one", ((40, 50), (100, 3)), heads=(40, 1), dims=(20, 64), block_size=16, softcap=5.0),
     Case("a window over tiles of queries", ((300, 180), (0, 150)), heads=(3, 1), dims=(16, 40), window=100),
     Case("attention chunks over tiles of queries", ((90, 180),), heads=(2, 2), dims=(32, 32), chunk=70, has_sinks=True),
     Case("fewer keys than queries, in tiles", ((0, 150, 100), (20, 130, 90)), heads=(2, 1), dims=(16, 16)),
@@ -78,7 +81,7 @@ def test_log_sum_exp(name, prepared, isa):
 
 
 def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(nan_arena):
-    rows = ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 190))
+    rows = ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 290))
     case = Case("rows", rows, heads=(8, 2), dims=(64, 64), block_size=16)
     batch = build(case, "HND", torch.float32, nan_arena)
     query, key, value, key_cache, value_cache, table = batch.operands

@@ -56,11 +56,11 @@ FAULTS = {
         "(kv_head * shared + head) * call.query_strides.head",
         "(head * call.num_kv_heads + kv_head) * call.query_strides.head",
     ),
-    "transposed keys shifted by one": (
+    "columns of transposed keys rotated": (
         ATTENTION_IN_TILES,
         "paged_attention/cpu_simd.cpp",
-        "columns[(column + i) * TILE + key] = floats[i]",
-        "columns[(column + i) * TILE + (key + 1) % TILE] = floats[i]",
+        "store(columns + (column + i) * TILE + key, square[i])",
+        "store(columns + (column + i) * TILE + key, square[(i + 1) % WIDTH])",
     ),
     "spans of a tile not joined": (
         ATTENTION_IN_TILES,

@@ -142,6 +142,25 @@ INLINE float sum(Vector vector) {
   }
 }
 
+// Of each two vectors HALF apart: the upper halves of the first's runs of 2 * HALF lanes change places with the lower
+// halves of the second's.
+template <int HALF, int... lane>
+INLINE void exchange(Vector& a, Vector& b, std::integer_sequence<int, lane...>) {
+  Vector first = shuffled<((lane & HALF) ? WIDTH + lane - HALF : lane)...>(a, b);
+  b = shuffled<((lane & HALF) ? WIDTH + lane : lane + HALF)...>(a, b);
+  a = first;
+}
+
+// Lane j of vector i changes places with lane i of vector j.
+template <int HALF = WIDTH / 2>
+INLINE void transpose_square(Vector* vectors) {
+  if constexpr (HALF > 0) {
+    for (int i = 0; i < WIDTH; ++i)
+      if (!(i & HALF)) exchange<HALF>(vectors[i], vectors[i + HALF], std::make_integer_sequence<int, WIDTH>());
+    transpose_square<HALF / 2>(vectors);
+  }
+}
+
 INLINE Vector select(Integers where, Vector yes, Vector no) { return where ? yes : no; }
 
 // e to the x, to about one unit in the last place. Below -87 it is 0, and above 88 infinity; NaN stays NaN.
