@@ -7,7 +7,7 @@ import os
 import torch
 
 from kvgroups.errors import OutOfBlocksError
-from kvgroups.sizes import exactly
+from kvgroups.sizes import exactly, in_units
 from kvgroups.slab_plan import SlabPlan
 from kvgroups.specs import KVGroupsConfig
 
@@ -39,7 +39,8 @@ def num_slabs_of(budget: int, plan: SlabPlan) -> int:
     needed = plan.num_slabs({group.name: 1 for group in plan.groups})
     if num_slabs < needed:
         raise OutOfBlocksError(
-            f"memory: {exactly(budget)}, and one block of each group takes {exactly(needed * plan.slab_bytes)}; raise the "
-            "config's `memory`, or choose smaller blocks"
+            f"memory: {exactly(budget)}, and one block of each group takes {exactly(needed * plan.slab_bytes)}, since "
+            f"memory goes in slabs of {in_units(plan.slab_bytes)}: {needed} of them, an empty one for block 0 included; "
+            "raise the config's `memory`, or choose smaller blocks"
         )
     return num_slabs

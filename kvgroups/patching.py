@@ -57,8 +57,8 @@ def patch(
         config: groups and limits; None for `infer_config(model)`.
         fused: whether state layers that can run on their slots in place do. Without, they keep all of their own
             code and see gathered copies of their states; rows with padding then go through one after the other.
-        backend: what computes the kernels: `torch`, `triton` or `reference`; with `auto` the device decides, or
-            `ops.use_backend` around the call.
+        backend: what computes the kernels: `triton`, `cpu` (those that have a form in C++), `torch` or `reference`;
+            with `auto` the device decides, or `ops.use_backend` around the call.
 
     Returns:
         The same model.

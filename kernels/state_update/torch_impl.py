@@ -24,6 +24,8 @@ def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_
     if _is_updated_in_place(states, dtype):
         result = torch.empty_like(x)
         for request, slot in enumerate(slots.tolist()):
+            if not 0 <= slot < len(states):
+                raise IndexError(f"slot {slot} is out of bounds for {len(states)} slots")  # a slice would be empty
             one = slice(request, request + 1)
             state = (
                 states[slot : slot + 1] if slot != NULL_BLOCK_ID else states.new_zeros(1, *states.shape[1:])

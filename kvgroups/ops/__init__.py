@@ -1,7 +1,8 @@
 """The one dispatch point: every operation on blocks, slots and state slots, whatever computes it.
 
-An operation exists as `reference` (naive, easy to believe), as `torch` (vectorised, runs everywhere) and, most
-of them, as `triton` (for GPUs), with one signature. `backend="auto"` takes the first form that serves the call;
+An operation exists as `reference` (naive, easy to believe), as `torch` (vectorised, runs everywhere), as `triton`
+(for GPUs) and, where it pays, as `cpu` (C++, there if it was built), with one signature. `backend="auto"` takes the
+first form that serves the call on its device, never the reference;
 a form asked for by name runs or is refused with all its reasons. `use_backend` sets the default for a block of
 code.
 

@@ -7,8 +7,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvgroups.constants import PAD_SLOT_ID
 from kvgroups.errors import ShapeError
-from kvgroups.ops.checks import ANY, INDEX, AtLeast, block_size_of, check, check_caches, check_step_kv
+from kvgroups.ops.checks import (
+    ANY,
+    INDEX,
+    AtLeast,
+    block_size_of,
+    check,
+    check_caches,
+    check_step_kv,
+    name_outside,
+)
 from kvgroups.ops.dispatch import run
 from kvgroups.ops.recall import Calls
 
@@ -53,7 +63,13 @@ def write_kv(
         [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
     """
     tensors = (key, value, key_cache, value_cache, slot_mapping)
-    _WRITES.serving(backend, tensors, (layout,))(*tensors)
+    write = _WRITES.serving(backend, tensors, (layout,))
+    try:
+        write(*tensors)
+    except IndexError as error:
+        allowed = range(PAD_SLOT_ID, len(key_cache) * block_size_of(key_cache, layout))
+        name_outside(error, allowed, "slots", slot_mapping=slot_mapping[: len(key)])
+        raise
 
 
 def _check_write(
@@ -112,7 +128,9 @@ def paged_attention(
             block_size, head_dim), the query's dtype, any stride between blocks. None if no request has
             history; then value_cache and block_table are None too.
         value_cache: the same with head_dim_v.
-        block_table: (num_reqs, width), int32. The table rows of this step's requests, in their order.
+        block_table: (num_reqs, width), int32. The table rows of this step's requests, in their order. Wide enough
+            for each history, `width * block_size` tokens or more, unless it is a ring: that is the caller's promise,
+            and forms differ in what they read past a narrower one.
         query_start_loc: (num_reqs + 1,), int32 or int64. Where each request's queries start; empty requests
             are fine.
         num_computed_tokens: (num_reqs,), int32 or int64, tokens. The history of each request; all 0 without
@@ -147,8 +165,7 @@ def paged_attention(
     Triton form does not.
 
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-        PagedAttention",
-    section 4; sinks as in GPT-OSS, softcap as in Gemma 2.
+        PagedAttention", section 4; sinks as in GPT-OSS, softcap as in Gemma 2.
 
     Example:
         Two tokens of history in block 3, values 1 and 2, and a third token of value 6; the keys are alike:
@@ -174,7 +191,12 @@ def paged_attention(
     for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
         if bound is not None and bound < 0:
             raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
-    return attend(*tensors, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    try:
+        return attend(*tensors, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    except IndexError as error:
+        if key_cache is not None:
+            name_outside(error, range(len(key_cache)), "block ids", block_table=block_table)
+        raise
 
 
 def _check_attention(
@@ -283,6 +305,11 @@ def merge_attention(outputs: Tensor, lses: Tensor, *, backend: str = "auto") -> 
         >>> round(output.item(), 4), round(lse.exp().item(), 4)
         (3.0, 3.0)
     """
+    for name, tensor in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(tensor, Tensor):
+            raise ShapeError(
+                f"{name}: expected one tensor of all parts, got {type(tensor).__name__}. Join the parts with torch.stack."
+            )
     device = outputs.device
     check("outputs", outputs, (AtLeast(1), ANY, ANY, ANY), None, device)
     check("lses", lses, tuple(outputs.shape[:3]), (torch.float32, torch.float64), device)
@@ -302,8 +329,7 @@ def gather_kv(
     """The dense history of each request, for layers that transform keys and values after storing them.
 
     Positions from a request's `seq_len` on and positions behind a null block are 0. Windows and rings do not
-    exist
-    here: a group of such a layer is `paged` and keeps everything.
+    exist here: a group of such a layer is `paged` and keeps everything.
 
     Args:
         key_cache: NHD (num_blocks, block_size, num_kv_heads, head_dim) or HND (num_blocks, num_kv_heads,
@@ -337,13 +363,9 @@ def gather_kv(
     width = AtLeast(-(-max_seq_len // block_size_of(key_cache, layout)))
     check("block_table", block_table, (num_reqs, width), (torch.int32,), device)
     check("seq_lens", seq_lens, (num_reqs,), INDEX, device)
-    return run(
-        "gather_kv",
-        backend,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens=seq_lens,
-        max_seq_len=max_seq_len,
-        layout=layout,
-    )
+    operands = key_cache, value_cache, block_table
+    try:
+        return run("gather_kv", backend, *operands, seq_lens=seq_lens, max_seq_len=max_seq_len, layout=layout)
+    except IndexError as error:
+        name_outside(error, range(len(key_cache)), "block ids", block_table=block_table)
+        raise

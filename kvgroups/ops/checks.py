@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -48,6 +51,32 @@ def check(
         f"{name}: expected ({expected_shape}) {expected_dtype} on {device}, "
         f"got {tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}."
     )
+
+
+def name_outside(error: IndexError, allowed: range, noun: str, **indices: Tensor | None) -> None:
+    """After a form has failed: raise an error that names the indices, if they are not what is allowed.
+
+    Looking at their contents beforehand would cost every call.
+    """
+    for name, tensor in indices.items():
+        if tensor is None or not tensor.numel() or str(error).startswith(f"{name}: "):
+            continue
+        least, most = int(tensor.min()), int(tensor.max())
+        if least < allowed.start or most >= allowed.stop:
+            raise IndexError(
+                f"{name}: expected {noun} from {allowed.start} to {allowed.stop - 1}, got {least} to {most}. "
+                "They must lie in the tensor that they are passed with."
+            ) from error
+
+
+@contextmanager
+def naming_slots(states: Tensor, **slots: Tensor | None) -> Iterator[None]:
+    """Let an IndexError of the block name the state slots that do not exist."""
+    try:
+        yield
+    except IndexError as error:
+        name_outside(error, range(len(states)), "slots", **slots)
+        raise
 
 
 def dtype_name(dtype: torch.dtype) -> str:

