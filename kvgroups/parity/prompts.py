@@ -73,7 +73,8 @@ def make_prompts(model: PreTrainedModel, prompts: Any, tokenizer: Any, seed: int
         seed: of the random ids.
 
     Raises:
-        UnsupportedCallError: no prompts, an empty one, texts without a tokenizer, or ids outside the vocabulary.
+        UnsupportedCallError: no prompts, an empty one, a tokenizer that reads nothing in ours, texts
+            without a tokenizer, or ids outside the vocabulary.
     """
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     if prompts is None and tokenizer is None:
@@ -88,6 +89,11 @@ def make_prompts(model: PreTrainedModel, prompts: Any, tokenizer: Any, seed: int
         return Prompts(tuple(rows), tuple(pool[start:]), filler=pool[start])
     given = _rows(ENGLISH if prompts is None else prompts, tokenizer)
     for index, row in enumerate(given):
+        if not row and prompts is None:
+            raise UnsupportedCallError(
+                f"tokenizer: {type(tokenizer).__name__} reads no token in {ENGLISH[index][:40]!r}; leave it out, and random "
+                "token ids are asked, or give prompts as token ids"
+            )
         if not row:
             raise UnsupportedCallError(
                 f"prompts: prompt {index} has no tokens; every prompt needs at least one"

@@ -371,6 +371,7 @@ def test_prompts_are_ids_or_texts_or_a_tensor():
         ({"prompts": []}, "there are none"),
         ({"prompts": [[5], []]}, "prompt 1 has no tokens"),
         ({"prompts": [[5, 97]]}, "ids from 5 to 97 and the vocabulary has 97"),
+        ({"tokenizer": lambda text: {"input_ids": []}}, "tokenizer: function reads no token in 'The library opened"),
         ({"prompts": ["text"]}, "'text' is text; pass the tokenizer too"),
         ({"prompts": len}, "got builtin_function_or_method; a tokenizer goes into tokenizer="),
         ({"workloads": ["ragged", "rugged"]}, "got 'rugged'; choose from single, ragged"),
