@@ -34,7 +34,7 @@ from kvgroups.ops import dispatch
 LAYERS = 2
 BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HEADS = {"8/2 x 64": (8, 2, 64), "32/8 x 128": (32, 8, 128), "4/1 x 256": (4, 1, 256)}
+HEADS = {"8/2 x 64": (8, 2, 64), "32/8 x 128": (32, 8, 128), "4/1 x 256": (4, 1, 256), "12/12 x 64": (12, 12, 64)}
 """Query heads / KV heads x head_dim."""
 
 Case = dict[str, Callable[[], Any]]
@@ -153,10 +153,11 @@ def decode_cases(quick: bool) -> Iterator[tuple[tuple[str, ...], Case]]:
 
 def prefill_cases(quick: bool) -> Iterator[tuple[tuple[str, ...], Case]]:
     shapes = ((0, 64, None),) if quick else (
-        (0, 64, None), (0, 1024, None), (0, 1024, 256), (1024, 64, None), (1024, 256, None), (1024, 256, 256),
+        (0, 64, None), (0, 1024, None), (0, 1024, 256), (0, 2048, None), (1024, 64, None), (1024, 256, None),
+        (1024, 256, 256),
     )  # fmt: skip
     for name, dtype in DTYPES.items():
-        for heads in ["8/2 x 64"] if quick else [*HEADS][:2]:
+        for heads in [*HEADS][: 1 if quick else None]:
             for computed, queries, window in shapes:
                 case = attention_case(
                     HEADS[heads], dtype, batch=1, computed=computed, queries=queries, window=window
