@@ -4,6 +4,7 @@ In 16 bits a request with more than `MAX_ROWS` rows is bound by arithmetic and n
 the torch form, whose matrix products use what the processor has for 16 bits.
 """
 
+from functools import partial
 from struct import Struct
 
 import torch
@@ -162,17 +163,15 @@ class _Prepared:
                 f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
                 f"{int(block_table.max())}. A table must name blocks of the caches that it is passed with."
             )
-        operands = query, key, value, key_cache, value_cache, block_table
-        indices = {
+        options = {
             "query_start_loc": starts,
             "num_computed_tokens": computed,
             "kv_start_loc": key_starts,
             "sinks": sinks,
+            **self.settings,
         }
-        if num_left == len(computed):
-            return torch_impl.paged_attention(*operands, **indices, **self.settings)
-        _attend_rest(output, lse, *operands, **indices, **self.settings)
-        return (output, lse) if self.returns_lse else output
+        attend = torch_impl.paged_attention if num_left == len(computed) else partial(_attend_rest, output, lse)
+        return attend(query, key, value, key_cache, value_cache, block_table, **options)
 
 
 def _no_tokens(name, starts, tokens_name, tokens):
@@ -198,7 +197,7 @@ def _attend_rest(
     kv_start_loc,
     **options,
 ):
-    """The requests with many queries, in the torch form."""
+    """The output, and the log-sum-exp if it is not None, with the requests of many queries put in by the torch form."""
     rest = _Rest(query_start_loc, kv_start_loc, _max_queries(query, key))
     attended = torch_impl.paged_attention(
         query[rest.queries],
@@ -214,8 +213,9 @@ def _attend_rest(
     )
     if lse is None:
         output[rest.queries] = attended
-    else:
-        output[rest.queries], lse[rest.queries] = attended
+        return output
+    output[rest.queries], lse[rest.queries] = attended
+    return output, lse
 
 
 class _Rest:

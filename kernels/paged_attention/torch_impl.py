@@ -230,8 +230,10 @@ def _attend_chunk(row, query, key, value, pages, rule, scratch):
     query_position = row.num_computed + row.key_len - row.query_len
     first = rule.first_visible(query_position)
     if first >= row.num_computed:
-        own = _apart(query, own_keys, own_values, scratch)
-        return _attend_span(*own, rule, query_position=query_position, key_position=row.num_computed)
+        query, own_keys, own_values = _apart(query, own_keys, own_values, scratch)
+        return _attend_span(
+            query, own_keys, own_values, rule, query_position=query_position, key_position=row.num_computed
+        )
 
     def attend_heads(heads, query, rule):
         own = _of_heads(own_keys, heads), _of_heads(own_values, heads)

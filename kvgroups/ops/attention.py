@@ -240,9 +240,9 @@ def _check_attention(
         )
     if sinks is not None:
         check("sinks", sinks, (num_heads,), None, device)
-    for name, setting in (("window", window), ("chunk", chunk), ("ring_blocks", ring_blocks)):
-        if setting is not None and not hasattr(setting, "__index__"):
-            raise ShapeError(f"{name}: expected a whole number, got {setting!r}.")
+    for name, number in (("window", window), ("chunk", chunk), ("ring_blocks", ring_blocks)):
+        if number is not None and not hasattr(number, "__index__"):
+            raise ShapeError(f"{name}: expected a whole number, got {number!r}.")
     for name, setting in (("window", window), ("chunk", chunk), ("softcap", softcap)):
         if setting is not None and not setting > 0:
             raise ShapeError(f"{name}: expected more than 0, or None for no {name}, got {setting}.")

@@ -102,12 +102,12 @@ def _cpu(module: ModuleType, operation: str) -> Form:
     def refusals(*args: Any, **kwargs: Any) -> list[str]:
         return absences(_first_tensor(args).device) + module.refusals(*args, **kwargs)
 
-    prepare = getattr(module, f"prepare_{operation}", None)
+    prepare: Callable[..., Callable[..., Any]] | None = getattr(module, f"prepare_{operation}", None)
 
-    def run_prepared(*args: Any, **kwargs: Any) -> Any:
-        return prepare(*args, **kwargs)(*args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = getattr(module, operation) if prepare is None else prepare(*args, **kwargs)
+        return found(*args, **kwargs)
 
-    run = run_prepared if prepare else getattr(module, operation)
     return Form(run, refusals, auto_on="cpu", absences=absences, prepare=prepare)
 
 
