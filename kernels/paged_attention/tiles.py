@@ -12,6 +12,15 @@ class Tile(NamedTuple):
     """Keys n of one turn of the loops, a power of two of at least 16."""
     warps: int
     stages: int
+    registers: int | None = None
+    """The most that a thread may have, where `rows` are enough; only NVIDIA's assembler can be told. None leaves it to
+    the assembler, which may spill a few bytes so that one program more fits at once."""
+
+    def options(self, rows):
+        """How Triton is to compile and launch a program of that many rows."""
+        limit = {"maxnreg": self.registers} if self.registers and rows == self.rows else {}
+        # Many rows where a KV head has many query heads.
+        return {"num_warps": max(self.warps, rows // 16), "num_stages": self.stages, **limit}
 
 
 TILES = {
@@ -35,7 +44,8 @@ TILES = {
     },
     "sm_90": {
         ("decode", 2, 64): Tile(16, 64, 4, 3),
-        ("decode", 2, 128): Tile(16, 64, 4, 3),
+        # Four programs fit at once, by registers and by shared memory. 64 keys want more registers than 128.
+        ("decode", 2, 128): Tile(16, 32, 4, 4, registers=128),
         ("decode", 2, 256): Tile(16, 32, 4, 3),
         ("decode", 2, 512): Tile(16, 16, 4, 2),
         ("decode", 4, 64): Tile(16, 32, 4, 1),

@@ -173,8 +173,7 @@ def paged_attention(
         PADDED_DIM=_padded(dim),
         PADDED_DIM_V=_padded(dim_v),
         UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
-        num_warps=max(cut.tile.warps, cut.rows // 16),  # many rows where a KV head has many query heads
-        num_stages=cut.tile.stages,
+        **cut.tile.options(cut.rows),
     )
     if cut.num_splits > 1:
         launch_merge(output, lse, parts, part_lses)

@@ -114,6 +114,17 @@ def cut(num_reqs, most_seen, queries=1, heads=(32, 8), max_query_len=None, proce
         return triton_impl._cut(query, heads[1], 128, num_reqs, max_query_len, most_seen)
 
 
+def test_a_tile_with_more_rows_has_more_warps_and_no_limit_of_registers():
+    tile = Tile(rows=16, keys=32, warps=4, stages=4, registers=128)
+    assert tile.options(rows=16) == {"num_warps": 4, "num_stages": 4, "maxnreg": 128}
+    assert tile.options(rows=128) == {"num_warps": 8, "num_stages": 4}
+    assert TINY.options(rows=16) == {"num_warps": 4, "num_stages": 1}
+
+
+def test_amd_is_told_of_no_registers():
+    assert all(tile.registers is None for tile in TILES["gfx942"].values())
+
+
 def test_splits_fill_the_gpu_and_no_more():
     assert cut(1, 8192).num_splits == 16  # 8 KV heads: 132 // 8
     assert cut(8, 8192).num_splits == 2
