@@ -102,7 +102,7 @@ class Step:
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """(num_reqs, heads, query_len, dim) to the real tokens' (num_tokens, heads, dim)."""
-        flat = states.transpose(1, 2).flatten(0, 1)  # (each layer comes here three times a token: no `rearrange`)
+        flat = states.transpose(1, 2).flatten(0, 1)  # no `rearrange`: each layer comes here three times a token
         return flat if self.token_index is None else flat.index_select(0, self.token_index)
 
     def queries(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -1,7 +1,7 @@
 """Calls that are like an earlier one are not checked again: a decode step makes the same call for every layer.
 
 Whether a call is right, and which form serves it, follows from shapes, strides, dtypes, devices and settings, and
-never from what is in the tensors. Checking takes three times as long as attention over a short context does.
+never from what is in the tensors. Over a short context the checks would take longer than attention itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvgroups.ops import dispatch
 
 MAX_KNOWN = 512
-"""Calls of an operation that are remembered; when there are more, all are forgotten. Each takes about 2 KiB."""
+"""Calls of an operation that are remembered; when there are more, all are forgotten."""
 
 
 class _Known(NamedTuple):
