@@ -5,6 +5,7 @@ Without a C++ compiler the build goes on, the torch forms serve, and `kvgroups d
 
 import os
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
@@ -35,6 +36,14 @@ def instruction_sets():
     return INSTRUCTION_SETS.get(machine, {}) if system.startswith(("linux", "macosx")) else {}
 
 
+def units():
+    """What is compiled: a source, its object's folder, and flags. Large ones first, so that none is waited for alone."""
+    found = [(source, "base", FLAGS) for source in SOURCES]
+    for name, flags in instruction_sets().items():
+        found += [(source, name, [*FLAGS, f"-DKVGROUPS_ISA={name}", *flags]) for source in SIMD_SOURCES]
+    return sorted(found, key=lambda unit: os.path.getsize(unit[0]), reverse=True)
+
+
 class BuildKernels(build_ext):
     """A plain shared library: it knows no Python, so its name carries no Python version."""
 
@@ -42,17 +51,17 @@ class BuildKernels(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, extension):
-        def compiled(sources, folder, *flags):
-            return self.compiler.compile(
-                sources, os.path.join(self.build_temp, folder), extra_postargs=[*FLAGS, *flags]
-            )
-
-        objects = compiled(SOURCES, "base")
-        for name, flags in instruction_sets().items():
-            objects += compiled(SIMD_SOURCES, name, f"-DKVGROUPS_ISA={name}", *flags)
+        """Compile on as many CPUs as `--parallel` says or there are."""
+        num_workers = os.cpu_count() if self.parallel is True else self.parallel or os.cpu_count()
+        with ThreadPoolExecutor(num_workers) as pool:
+            objects = [path for paths in pool.map(self.compile_unit, units()) for path in paths]
         path = self.get_ext_fullpath(extension.name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.compiler.link_shared_object(objects, path, target_lang="c++")
+
+    def compile_unit(self, unit):
+        source, folder, flags = unit
+        return self.compiler.compile([source], os.path.join(self.build_temp, folder), extra_postargs=flags)
 
 
 class TaggedWheel(bdist_wheel):

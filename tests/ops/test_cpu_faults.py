@@ -112,22 +112,17 @@ class Builder:
         for name in ("kernels", "kvgroups/kernels/cpu"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
         setup = runpy.run_path(str(ROOT / "setup.py"))
-        self.flags = [*setup["FLAGS"], "-O1"]
-        self.units = [(source, ()) for source in setup["SOURCES"]] + [
-            (source, (f"-DKVGROUPS_ISA={name}", *flags))
-            for name, flags in setup["instruction_sets"]().items()
-            for source in setup["SIMD_SOURCES"]
-        ]
+        self.units = setup["units"]()
 
     def build(self, name, changed=None):
         """The library; files in the folder of the one that has changed are compiled for it alone."""
 
         def compiled(number):
-            source, flags = self.units[number]
+            source, _, flags = self.units[number]
             is_changed = changed is not None and Path(source).parent == changed.parent
             path = self.folder / f"{name if is_changed else 'right'}-{number}.o"
             if not path.exists():
-                self._run(*self.flags, *flags, "-c", source, "-o", path)
+                self._run(*flags, "-O1", "-c", source, "-o", path)
             return path
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:

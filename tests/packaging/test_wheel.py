@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import sysconfig
 import tarfile
 import tomllib
@@ -38,6 +39,19 @@ class Name(Made):
     def __call__(self, *args, **kwargs): return Made()
 
 def __getattr__(name): return Name()
+"""
+
+WAITING_COMPILER = """#!{python}
+# Compiles nothing, and fails unless another one runs beside it within five seconds.
+import pathlib, sys, time
+pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).touch()
+started = pathlib.Path({folder!r}, str(time.monotonic_ns()))
+started.touch()
+deadline = time.monotonic() + 5
+while "-c" in sys.argv and len([*started.parent.iterdir()]) < 2:
+    if time.monotonic() > deadline:
+        sys.exit("alone")
+    time.sleep(0.01)
 """
 
 
@@ -138,6 +152,22 @@ def test_without_a_compiler_the_wheel_is_for_every_platform_and_works(
     python = make_environment(wheel)
     why = "from kvgroups.kernels.cpu_library import cpu_library; print(cpu_library().reason)"
     assert "install kvgroups with a C++ compiler" in run(python, "-c", why, cwd=elsewhere)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="there are no CPU kernels for this machine")
+@pytest.mark.parametrize("num_compilers", [1, 2])
+def test_sources_are_compiled_side_by_side(
+    num_compilers: int, copy_checkout: Callable[[], Path], tmp_path: Path, run: Callable[..., str]
+):
+    """And where a compiler fails, the build goes on without the library."""
+    compiler, started = tmp_path / "compiler", tmp_path / "started"
+    started.mkdir()
+    compiler.write_text(WAITING_COMPILER.format(python=sys.executable, folder=str(started)))
+    compiler.chmod(0o755)
+    checkout = copy_checkout()
+    build = (sys.executable, "setup.py", "-q", "build_ext", "--inplace", "-j", num_compilers)
+    run(*build, cwd=checkout, CC=str(compiler), CXX=str(compiler))
+    assert (checkout / LIBRARY).exists() == (num_compilers > 1)
 
 
 @pytest.mark.slow
