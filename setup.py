@@ -14,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 
 NAME = "kvgroups.kernels._cpu"
 HEADERS = "kvgroups/kernels/cpu"
-SOURCES = [f"{HEADERS}/runtime.cpp", *sorted(glob("kernels/*/cpu.cpp"))]
+SOURCES = [*sorted(glob(f"{HEADERS}/*.cpp")), *sorted(glob("kernels/*/cpu.cpp"))]
 SIMD_SOURCES = sorted(glob("kernels/*/cpu_simd.cpp"))
 """Compiled once for each instruction set, which is their namespace."""
 

@@ -38,13 +38,15 @@ int64_t query_start(const AttentionCall& call, int64_t i) {
   return at(call.query_start_loc, call.query_start_is_64_bit, i);
 }
 
-int64_t kv_start(const AttentionCall& call, int64_t i) { return at(call.kv_start_loc, call.kv_start_is_64_bit, i); }
+int64_t kv_start(const AttentionCall& call, int64_t i) {
+  return call.kv_start_loc ? at(call.kv_start_loc, call.kv_start_is_64_bit, i) : query_start(call, i);
+}
 
 // Whether start locations ascend from 0 or more to no more than the tokens there are: what lies beside them is not ours.
-bool lie_within(const char* starts, int64_t is_64_bit, int64_t num_reqs, int64_t num_tokens) {
+bool lie_within(const AttentionCall& call, int64_t (*start_of)(const AttentionCall&, int64_t), int64_t num_tokens) {
   int64_t last = 0;
-  for (int64_t i = 0; i <= num_reqs; ++i) {
-    int64_t start = at(starts, is_64_bit, i);
+  for (int64_t i = 0; i <= call.num_reqs; ++i) {
+    int64_t start = start_of(call, i);
     if (start < last || start > num_tokens) return false;
     last = start;
   }
@@ -188,8 +190,8 @@ static void clear_padding(const kvgroups::AttentionCall& call) {
 EXPORTED int64_t kvgroups_paged_attention(const kvgroups::AttentionCall* call_) {
   using namespace kvgroups;
   const AttentionCall& call = *call_;
-  if (!lie_within(call.query_start_loc, call.query_start_is_64_bit, call.num_reqs, call.num_query_tokens)) return -2;
-  if (!lie_within(call.kv_start_loc, call.kv_start_is_64_bit, call.num_reqs, call.num_key_tokens)) return -3;
+  if (!lie_within(call, query_start, call.num_query_tokens)) return -2;
+  if (!lie_within(call, kv_start, call.num_key_tokens)) return -3;
   Plan plan = cut(call);
   Floats partials(plan.num_partial_floats);
   Job job(call, plan, partials.aligned);

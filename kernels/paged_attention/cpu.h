@@ -18,12 +18,14 @@ struct PageStrides { int64_t block, head, token; };
 
 // Filled by cpu_impl.py: eight bytes a field, in this order. First what differs between calls of one shape.
 struct AttentionCall {
+  // The tensors of a call in its order.
   const char *query, *key, *value, *key_pages, *value_pages;  // pages are null if no request has history
   const int32_t* block_table;
-  const char *query_start_loc, *kv_start_loc, *num_computed_tokens;
-  char* output;        // (num_query_tokens, num_heads, dim_v), contiguous
-  float* lse;          // (num_query_tokens, num_heads), contiguous, or null
+  const char *query_start_loc, *num_computed_tokens, *kv_start_loc;  // null: keys start where queries do
   const float* sinks;  // (num_heads,) or null
+
+  char* output;  // (num_query_tokens, num_heads, dim_v), contiguous
+  float* lse;    // (num_query_tokens, num_heads), contiguous, or null
   int64_t num_threads;
 
   TokenStrides query_strides, key_strides, value_strides;

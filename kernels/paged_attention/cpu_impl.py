@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from kvgroups.kernels.cpu_library import cpu_library
 from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
 from kvgroups.kernels.paged_attention import torch_impl
+from kvgroups.kernels.signature import addresses as addresses_of
 
 MAX_ROWS = {torch.float32: 2**62, torch.bfloat16: 32, torch.float16: 32}
 """Rows of a request, its queries times the query heads of a KV head, up to which this form serves. In fp32 it is faster
 than the torch form or as fast, and gathers nothing."""
 
-CALL = Struct("45q2d")
-"""`AttentionCall` in cpu.h."""
+OUTPUTS = Struct("2Qq")
+FACTS = Struct("32q2d")
+"""After the addresses of the tensors, `AttentionCall` in cpu.h: what is new in each call, and what is not."""
 
 
 def refusals(
@@ -104,14 +106,18 @@ def prepare_paged_attention(
         "ring_blocks": ring_blocks,
         "return_lse": return_lse,
     }
-    return _Prepared(facts, (num_tokens, num_heads, dim_v), settings)
+    small = (block_table, query_start_loc, num_computed_tokens, kv_start_loc, sinks)
+    are_served = all(served is given for served, given in zip(_served(*small), small, strict=True))
+    return _Prepared(FACTS.pack(*facts), (num_tokens, num_heads, dim_v), settings, are_served)
 
 
 class _Prepared:
     """A call of which only the addresses are open."""
 
-    def __init__(self, facts, output_shape, settings):
+    def __init__(self, facts, output_shape, settings, are_served):
         self.facts, self.output_shape, self.settings = facts, output_shape, settings
+        self.are_served = are_served
+        """Whether C++ reads the small tensors as they are."""
         self.returns_lse = settings["return_lse"]
         self.run = cpu_library().function("paged_attention")
 
@@ -127,36 +133,31 @@ class _Prepared:
         num_computed_tokens,
         kv_start_loc=None,
         sinks=None,
+        addresses=None,
         **known,
     ):
+        if addresses is None or not self.are_served:
+            block_table, *starts_and_counts, sinks = _served(
+                block_table, query_start_loc, num_computed_tokens, kv_start_loc, sinks
+            )
+            query_start_loc, num_computed_tokens, kv_start_loc = starts_and_counts
+            addresses = addresses_of(
+                *(query, key, value, key_cache, value_cache, block_table, *starts_and_counts, sinks)
+            )
         output = query.new_empty(self.output_shape)
         lse = query.new_empty(self.output_shape[:2], dtype=torch.float32) if self.returns_lse else None
-        # Names keep what may be a copy alive until the call is over.
-        starts, computed = query_start_loc.contiguous(), num_computed_tokens.contiguous()
-        key_starts = starts if kv_start_loc is None else kv_start_loc.contiguous()
-        logits = None if sinks is None else sinks.detach().float().contiguous()
-        table = block_table if block_table is None or block_table.stride(1) == 1 else block_table.contiguous()
-        call = CALL.pack(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            0 if key_cache is None else key_cache.data_ptr(),
-            0 if value_cache is None else value_cache.data_ptr(),
-            0 if table is None else table.data_ptr(),
-            starts.data_ptr(),
-            key_starts.data_ptr(),
-            computed.data_ptr(),
-            output.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            0 if logits is None else logits.data_ptr(),
-            torch.get_num_threads(),
-            *self.facts,
+        outputs = OUTPUTS.pack(
+            output.data_ptr(), 0 if lse is None else lse.data_ptr(), torch.get_num_threads()
         )
-        num_left = self.run(call)
+        num_left = self.run(addresses + outputs + self.facts)
         if num_left == 0:
             return (output, lse) if self.returns_lse else output
+        key_starts = query_start_loc if kv_start_loc is None else kv_start_loc
         if num_left < -1:
-            which = (("query_start_loc", starts, "query", query), ("kv_start_loc", key_starts, "key", key))
+            which = (
+                ("query_start_loc", query_start_loc, "query", query),
+                ("kv_start_loc", key_starts, "key", key),
+            )
             raise _no_tokens(*which[-2 - num_left])
         if num_left < 0:
             raise IndexError(
@@ -164,14 +165,31 @@ class _Prepared:
                 f"{int(block_table.max())}. A table must name blocks of the caches that it is passed with."
             )
         options = {
-            "query_start_loc": starts,
-            "num_computed_tokens": computed,
+            "query_start_loc": query_start_loc,
+            "num_computed_tokens": num_computed_tokens,
             "kv_start_loc": key_starts,
             "sinks": sinks,
             **self.settings,
         }
-        attend = torch_impl.paged_attention if num_left == len(computed) else partial(_attend_rest, output, lse)
+        attend = (
+            torch_impl.paged_attention
+            if num_left == len(num_computed_tokens)
+            else partial(_attend_rest, output, lse)
+        )
         return attend(query, key, value, key_cache, value_cache, block_table, **options)
+
+
+def _served(block_table, query_start_loc, num_computed_tokens, kv_start_loc, sinks):
+    """Those that C++ cannot read as they are, copied."""
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    return (
+        block_table,
+        query_start_loc.contiguous(),
+        num_computed_tokens.contiguous(),
+        None if kv_start_loc is None else kv_start_loc.contiguous(),
+        None if sinks is None else sinks.float().contiguous(),
+    )
 
 
 def _no_tokens(name, starts, tokens_name, tokens):

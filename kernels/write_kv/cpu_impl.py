@@ -3,9 +3,10 @@
 from struct import Struct
 
 from kvgroups.kernels.cpu_library import cpu_library
+from kvgroups.kernels.signature import addresses as addresses_of
 
-CALL = Struct("21q")
-"""`WriteCall` in cpu.cpp."""
+FACTS = Struct("16q")
+"""After the addresses of the tensors, `WriteCall` in cpu.cpp."""
 
 
 def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
@@ -22,19 +23,18 @@ def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout
     """See `kvgroups.ops.write_kv`: the function for all calls like this one, with only addresses left open."""
     num_tokens, num_heads, _ = key.shape
     num_blocks, block_size = len(key_cache), key_cache.shape[1 if layout == "NHD" else 2]
-    facts = (
+    facts = FACTS.pack(
         *_strides(key, key_cache, layout),
         *_strides(value, value_cache, layout),
         *(num_tokens, num_heads, num_blocks, block_size),
     )
     run = cpu_library().function("write_kv")
 
-    def write(key, value, key_cache, value_cache, slot_mapping, **settings):
+    def write(key, value, key_cache, value_cache, slot_mapping, addresses=None, **settings):
         slots = slot_mapping.contiguous()
-        call = CALL.pack(
-            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(), *facts
-        )
-        if run(call):
+        if addresses is None or slots is not slot_mapping:
+            addresses = addresses_of(key, value, key_cache, value_cache, slots)
+        if run(addresses + facts):
             raise IndexError(
                 f"slot_mapping: expected slots below {num_blocks * block_size}, got {int(slots[:num_tokens].max())}. "
                 "Slots must lie in blocks of the caches that they are passed with."

@@ -11,14 +11,17 @@ from pathlib import Path
 PATH = Path(__file__).with_name("_cpu.so")
 """Where setup.py puts it, in a checkout and in a wheel."""
 
-INTERFACE = 7
+INTERFACE = 8
 """What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
 
 FUNCTIONS = tuple(
     f"kvgroups_{name}"
-    for name in ("interface", "isa", "has_openmp", "paged_attention", "write_kv", "causal_conv1d_update", "state_update")
+    for name in (
+        *("interface", "isa", "has_openmp", "can_describe"),
+        *("paged_attention", "write_kv", "causal_conv1d_update", "state_update"),
+    )
 )
-"""What it exports; each returns an int64."""
+"""What it exports that returns an int64."""
 
 ISAS = {1: "neon", 2: "avx2", 3: "avx512"}
 """Instruction sets by their numbers in cpu/runtime.h."""

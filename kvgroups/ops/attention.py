@@ -63,9 +63,9 @@ def write_kv(
         [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
     """
     tensors = (key, value, key_cache, value_cache, slot_mapping)
-    write = _WRITES.serving(backend, tensors, (layout,))
+    write, addresses = _WRITES.serving(backend, tensors, (layout,))
     try:
-        write(*tensors)
+        write(*tensors, addresses=addresses)
     except IndexError as error:
         allowed = range(PAD_SLOT_ID, len(key_cache) * block_size_of(key_cache, layout))
         name_outside(error, allowed, "slots", slot_mapping=slot_mapping[: len(key)])
@@ -182,17 +182,19 @@ def paged_attention(
         *(query_start_loc, num_computed_tokens, kv_start_loc, sinks),
     )
     settings = (scale, window, chunk, softcap, layout, ring_blocks, return_lse)
-    attend = _ATTENTION.serving(backend, tensors, settings)
+    attend, addresses = _ATTENTION.serving(backend, tensors, settings)
     if key_cache is None and num_computed_tokens.is_cpu and num_computed_tokens.any():
         raise ShapeError(
             "num_computed_tokens: expected all 0 without caches, got a request with history of "
             f"{int(num_computed_tokens.max())} tokens. Pass key_cache, value_cache and block_table."
         )
-    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
-        if bound is not None and bound < 0:
-            raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
+    if (max_query_len or 0) < 0 or (max_seq_len or 0) < 0:
+        raise ShapeError(
+            "max_query_len and max_seq_len: expected 0 or more, or None where the host does not know, got "
+            f"{max_query_len} and {max_seq_len}."
+        )
     try:
-        return attend(*tensors, max_query_len=max_query_len, max_seq_len=max_seq_len)
+        return attend(*tensors, addresses=addresses, max_query_len=max_query_len, max_seq_len=max_seq_len)
     except IndexError as error:
         if key_cache is not None:
             name_outside(error, range(len(key_cache)), "block ids", block_table=block_table)

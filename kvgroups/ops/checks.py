@@ -39,6 +39,7 @@ def check(
         len(sizes) == len(shape)
         and (tensor.dtype in dtypes if dtypes is not None else tensor.is_floating_point())
         and tensor.device == device
+        and tensor.layout is torch.strided
     ):
         for size, expected in zip(sizes, shape):  # noqa: B905
             if size != expected and (type(expected) is int or size < expected):
@@ -47,9 +48,10 @@ def check(
             return
     expected_dtype = "floating" if dtypes is None else " or ".join(map(dtype_name, dtypes))
     expected_shape = ", ".join(map(repr, shape)) + ("," if len(shape) == 1 else "")
+    is_dense, layout = tensor.layout is torch.strided, str(tensor.layout).removeprefix("torch.")
     raise ShapeError(
-        f"{name}: expected ({expected_shape}) {expected_dtype} on {device}, "
-        f"got {tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}."
+        f"{name}: expected {'' if is_dense else 'a dense tensor, '}({expected_shape}) {expected_dtype} on {device}, "
+        f"got {'' if is_dense else f'{layout}, '}{tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}."
     )
 
 

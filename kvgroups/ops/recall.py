@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvgroups.kernels.signature import signature
 from kvgroups.ops import dispatch
 
 MAX_KNOWN = 512
@@ -24,7 +25,8 @@ class _Known(NamedTuple):
     name: str
     form: dispatch.Form
     run: Callable[..., Any]
-    """`form` as a function of the tensors alone, in their order; and of what only says how to cut the work."""
+    """`form` as a function of the tensors alone, in their order; of where they lie, `addresses`, which may be None; and of
+    what only says how to cut the work."""
 
 
 class Calls:
@@ -50,26 +52,27 @@ class Calls:
         self.num_operands, self.tensors, self.settings = num_operands, tensors, settings
         self.known: dict[Any, _Known] = {}
 
-    def serving(self, backend: str, tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Callable[..., Any]:
-        """The form that serves a call, as a function of its tensors.
+    def serving(
+        self, backend: str, tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]
+    ) -> tuple[Callable[..., Any], bytes | None]:
+        """The form that serves a call, to be called as `form(*tensors, addresses=addresses)`, and those addresses.
 
         Raises:
             BackendUnavailableError: if the backend asked for does not serve the call.
         """
         backend = dispatch.backend_asked_for(self.operation, backend)
-        signature = None
-        if not torch.is_grad_enabled():  # under autograd it also matters which tensors want a gradient
-            described = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-            signature = (backend, *settings, *described)
-            known = self.known.get(signature)
-            if known is not None and dispatch.FORMS[self.operation].get(known.name) is known.form:
-                return known.run
-        found = self._find(backend, tensors, settings)
-        if signature is not None and not any(isinstance(setting, Tensor) for setting in settings):
-            if len(self.known) >= MAX_KNOWN:
-                self.known.clear()
-            self.known[signature] = found
-        return found.run
+        if torch.is_grad_enabled():  # then it also matters which tensors want a gradient
+            return self._find(backend, tensors, settings).run, None
+        described, addresses = signature(tensors)
+        call = (described, backend, settings)
+        found = self.known.get(call)
+        if found is None or dispatch.FORMS[self.operation].get(found.name) is not found.form:
+            found = self._find(backend, tensors, settings)
+            if not any(isinstance(setting, Tensor) for setting in settings):
+                if len(self.known) >= MAX_KNOWN:
+                    self.known.clear()
+                self.known[call] = found
+        return found.run, addresses
 
     def _find(self, backend: str, tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> _Known:
         count, set_to = self.num_operands, dict(zip(self.settings, settings, strict=True))
@@ -79,7 +82,7 @@ class Calls:
         if form.prepare is not None:
             return _Known(name, form, form.prepare(*operands, **named, **set_to))
 
-        def run(*tensors: Tensor | None, **hints: Any) -> Any:
+        def run(*tensors: Tensor | None, addresses: bytes | None = None, **hints: Any) -> Any:
             named = dict(zip(self.tensors, tensors[count:], strict=True))
             return form.run(*tensors[:count], **named, **set_to, **hints)
 

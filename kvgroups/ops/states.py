@@ -206,9 +206,9 @@ def causal_conv1d_update(
         [[2.0, 3.0]]
     """
     tensors = (x, states, slots, weight, bias)
-    convolve = _STEPS.serving(backend, tensors, (activation,))
+    convolve, addresses = _STEPS.serving(backend, tensors, (activation,))
     try:
-        return convolve(*tensors)
+        return convolve(*tensors, addresses=addresses)
     except IndexError as error:
         name_outside(error, range(len(states)), "slots", slots=slots)
         raise
@@ -512,9 +512,9 @@ def selective_state_update(
         [0.0, 12.0]
     """
     tensors = (states, slots, x, dt, A, B, C, D, z, dt_bias)
-    advance = _UPDATES.serving(backend, tensors, (dt_softplus,))
+    advance, addresses = _UPDATES.serving(backend, tensors, (dt_softplus,))
     try:
-        return advance(*tensors)
+        return advance(*tensors, addresses=addresses)
     except IndexError as error:
         name_outside(error, range(len(states)), "slots", slots=slots)
         raise
