@@ -1,7 +1,7 @@
 """Attention over blocks plus the step's own keys and values, in C++.
 
-In 16 bits a request with more than `MAX_ROWS` rows is bound by arithmetic and not by memory, and goes through
-the torch form, whose matrix products use what the processor has for 16 bits.
+A request with more than `MAX_ROWS` rows is bound by arithmetic and not by memory. In a 16-bit type of which the
+processor multiplies matrices fast it goes through the torch form.
 """
 
 from functools import partial
@@ -15,9 +15,9 @@ from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
 from kvgroups.kernels.paged_attention import torch_impl
 from kvgroups.kernels.signature import addresses as addresses_of
 
-MAX_ROWS = {torch.float32: 2**62, torch.bfloat16: 32, torch.float16: 32}
-"""Rows of a request, its queries times the query heads of a KV head, up to which this form serves. In fp32 it is faster
-than the torch form or as fast, and gathers nothing."""
+MAX_ROWS = 32
+"""Rows of a request, its queries times the query heads of a KV head, up to which this form serves where PyTorch
+multiplies matrices of the type fast. Elsewhere it is faster than the torch form or as fast, and gathers nothing."""
 
 OUTPUTS = Struct("2Qq")
 FACTS = Struct("32q2d")
@@ -258,8 +258,10 @@ def _runs(starts, lengths, requests):
 
 def _max_queries(query, key):
     """Queries of a request up to which this form serves: one at least, whatever the heads."""
+    if not cpu_library().fast_matrix_types >> ELEMENT_TYPES[query.dtype] & 1:
+        return 2**62
     heads_of_kv_head = query.shape[1] // key.shape[1]
-    return max(1, MAX_ROWS[query.dtype] // max(1, heads_of_kv_head))
+    return max(1, MAX_ROWS // max(1, heads_of_kv_head))
 
 
 def _page_strides(cache, layout):

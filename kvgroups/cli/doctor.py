@@ -75,6 +75,8 @@ def _print(found: dict[str, Any]) -> None:
     if kernels["isa"]:
         team = "PyTorch's threads" if kernels["has_torch_threads"] else "threads of their own"
         built = f"built, running {kernels['isa']}, on {team}"
+        if kernels["long_prompts_in_torch"]:
+            built += f"; long prompts in {', '.join(kernels['long_prompts_in_torch'])} take the torch form"
     else:
         built = f"none: {kernels['reason']}"
     lines = {

@@ -17,7 +17,7 @@ INTERFACE = 8
 FUNCTIONS = tuple(
     f"kvgroups_{name}"
     for name in (
-        *("interface", "isa", "has_openmp", "can_describe"),
+        *("interface", "isa", "has_openmp", "can_describe", "fast_matrix_types"),
         *("paged_attention", "write_kv", "causal_conv1d_update", "state_update"),
     )
 )
@@ -36,6 +36,8 @@ class CpuLibrary:
     reason: str = ""
     has_openmp: bool = False
     """Whether its threads are those of PyTorch; if not, each call starts its own."""
+    fast_matrix_types: int = 0
+    """The 16-bit types of which PyTorch multiplies matrices fast here: bit n is `ElementType` n of cpu/operand.h."""
 
     def function(self, name: str) -> Callable[[bytes], int]:
         """`kvgroups_<name>`, which takes packed arguments. The library must be there."""
@@ -67,7 +69,12 @@ def cpu_library() -> CpuLibrary:
     isa = functions.kvgroups_isa()
     if isa not in ISAS:
         return CpuLibrary(reason="needs a processor with AVX2 and FMA, or with NEON")
-    return CpuLibrary(functions, isa, has_openmp=bool(functions.kvgroups_has_openmp()))
+    return CpuLibrary(
+        functions,
+        isa,
+        has_openmp=bool(functions.kvgroups_has_openmp()),
+        fast_matrix_types=functions.kvgroups_fast_matrix_types(),
+    )
 
 
 def _stale(what: str) -> str:

@@ -21,6 +21,7 @@ from kvgroups.kernels.causal_conv1d import torch_impl as causal_conv1d_torch
 from kvgroups.kernels.copy_blocks import reference as copy_blocks_reference
 from kvgroups.kernels.copy_blocks import torch_impl as copy_blocks_torch
 from kvgroups.kernels.cpu_library import ISAS, cpu_library
+from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
 from kvgroups.kernels.gather_kv import reference as gather_kv_reference
 from kvgroups.kernels.gather_kv import torch_impl as gather_kv_torch
 from kvgroups.kernels.merge_attention import reference as merge_attention_reference
@@ -275,9 +276,19 @@ def form_for(operation: str, backend: str, *args: Any, **kwargs: Any) -> tuple[s
 
 
 def cpu_kernels() -> dict[str, Any]:
-    """Whether the C++ forms were built, the instruction set that they run, and, if there are none, the reason."""
+    """Whether the C++ forms were built, the instruction set that they run, and, if there are none, the reason; in which
+    dtypes they leave attention of long prompts to the torch form."""
     library = cpu_library()
-    return {"isa": ISAS.get(library.isa), "has_torch_threads": library.has_openmp, "reason": library.reason}
+    return {
+        "isa": ISAS.get(library.isa),
+        "has_torch_threads": library.has_openmp,
+        "long_prompts_in_torch": [
+            str(dtype).removeprefix("torch.")
+            for dtype, number in ELEMENT_TYPES.items()
+            if library.fast_matrix_types >> number & 1
+        ],
+        "reason": library.reason,
+    }
 
 
 def choices(operation: str, device: torch.device) -> dict[str, list[str]]:

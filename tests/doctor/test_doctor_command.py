@@ -60,7 +60,15 @@ def test_kernels_that_were_built_name_their_instruction_set(monkeypatch: pytest.
     library = CpuLibrary(functions=object(), isa=2, has_openmp=True)  # type: ignore[arg-type]
     monkeypatch.setattr(dispatch, "cpu_library", lambda: library)
 
-    assert "CPU kernels  built, running avx2, on PyTorch's threads" in doctor()
+    text = doctor()
+    assert "CPU kernels  built, running avx2, on PyTorch's threads" in text and "long prompts" not in text
+
+
+def test_dtypes_whose_long_prompts_take_the_torch_form_are_said(monkeypatch: pytest.MonkeyPatch):
+    library = CpuLibrary(functions=object(), isa=3, has_openmp=True, fast_matrix_types=0b110)  # type: ignore[arg-type]
+    monkeypatch.setattr(dispatch, "cpu_library", lambda: library)
+
+    assert "long prompts in bfloat16, float16 take the torch form" in " ".join(doctor().split())
 
 
 def test_triton_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch):

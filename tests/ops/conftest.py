@@ -68,8 +68,9 @@ HERE = [number for number in ISAS if number <= cpu_library().isa and (number > 1
 
 @pytest.fixture(params=HERE or [0], ids=lambda number: ISAS.get(number, "none"))
 def cpu_isa(request, monkeypatch):
-    """`cpu_isa(cpu_impl)` makes that form run what the library holds for an instruction set, each in turn."""
-    other = dataclasses.replace(cpu_library(), isa=request.param)
+    """`cpu_isa(cpu_impl)` makes that form run what the library holds for an instruction set, each in turn, and leave no
+    prompt to the torch form."""
+    other = dataclasses.replace(cpu_library(), isa=request.param, fast_matrix_types=0)
     return lambda cpu_impl: monkeypatch.setattr(cpu_impl, "cpu_library", lambda: other)
 
 

@@ -1,5 +1,7 @@
 """The C++ form of attention: as good as the reference, the same in any company, and sparing of what it is not for."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,16 +9,29 @@ from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels import cpu_library as library_module
 from kvgroups.kernels.cpu_library import CpuLibrary, cpu_library
-from kvgroups.kernels.paged_attention import cpu_impl
+from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
+from kvgroups.kernels.paged_attention import cpu_impl, torch_impl
 from kvgroups.ops import dispatch
 from tests.ops.attention_cases import CASES, DTYPES, LAYOUTS, NAMED, Case, assert_close, attend, build
 
 pytestmark = pytest.mark.skipif(cpu_library().functions is None, reason=cpu_library().reason or "it is there")
 
+
 @pytest.fixture
 def isa(cpu_isa):
     """Run what the library holds for each instruction set."""
     cpu_isa(cpu_impl)
+
+
+@pytest.fixture
+def multiplies_fast(monkeypatch):
+    """`multiplies_fast(dtype)`: PyTorch multiplies matrices of that dtype fast, and of no other."""
+
+    def pretend(dtype):
+        library = dataclasses.replace(cpu_library(), fast_matrix_types=1 << ELEMENT_TYPES[dtype])
+        monkeypatch.setattr(cpu_impl, "cpu_library", lambda: library)
+
+    return pretend
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -31,12 +46,31 @@ def test_is_as_good_as_the_reference(case, dtype, prepared, assert_same_bits, is
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_long_chunks_go_to_the_torch_form_and_come_back(case, prepared, monkeypatch):
+def test_long_chunks_go_to_the_torch_form_and_come_back(case, prepared, monkeypatch, multiplies_fast):
     """Requests of more than three queries, or of one with many heads, among others that stay."""
     heads, kv_heads = case.heads
-    monkeypatch.setitem(cpu_impl.MAX_ROWS, torch.float32, 3 * heads // kv_heads)
+    multiplies_fast(torch.float32)
+    monkeypatch.setattr(cpu_impl, "MAX_ROWS", 3 * heads // kv_heads)
     batch, reference_output, truth = prepared(case)
     assert_close(attend(batch, "cpu"), reference_output, truth)
+
+
+@pytest.mark.parametrize("num_queries, is_left", [(16, False), (17, True)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_only_what_pytorch_multiplies_fast_goes_to_the_torch_form(
+    dtype, num_queries, is_left, prepared, monkeypatch, multiplies_fast
+):
+    """Two query heads of a KV head: 16 queries are 32 rows."""
+    batch, *_ = prepared(Case("prompt", ((0, num_queries),)), dtype=dtype)
+    left = []
+    monkeypatch.setattr(
+        torch_impl, "paged_attention", lambda query, *_, **options: left.append(query) or torch.zeros_like(query)
+    )
+    for fast in DTYPES:
+        multiplies_fast(fast)
+        left.clear()
+        attend(batch, "cpu")
+        assert bool(left) == (is_left and fast == dtype)
 
 
 LONG = [
@@ -53,12 +87,16 @@ LONG = [
 ]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
-def test_tiles_and_spans_are_joined(case, nan_arena, isa):
-    batch = build(case, "HND", torch.float32, nan_arena)
+def test_tiles_and_spans_are_joined(case, dtype, nan_arena, isa):
+    """In 16 bits too arithmetic is in fp32, and the output is rounded once."""
+    batch = build(case, "HND", dtype, nan_arena)
     output, lse = ops.paged_attention(*batch.operands, **batch.options, return_lse=True, backend="cpu")
-    expected, expected_lse = ops.paged_attention(*batch.operands, **batch.options, return_lse=True, backend="torch")
-    torch.testing.assert_close(output, expected, atol=2e-6, rtol=0)
+    floats = [tensor.float() if tensor.is_floating_point() else tensor for tensor in batch.operands]
+    expected, expected_lse = ops.paged_attention(*floats, **batch.options, return_lse=True, backend="torch")
+    rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(output.float(), expected, atol=2e-6, rtol=rounding)
     torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=0)
 
 
@@ -80,10 +118,11 @@ def test_log_sum_exp(name, prepared, isa):
     torch.testing.assert_close(lse, expected, atol=2e-6, rtol=0)
 
 
-def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(nan_arena):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(dtype, nan_arena, isa):
     rows = ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 290))
     case = Case("rows", rows, heads=(8, 2), dims=(64, 64), block_size=16)
-    batch = build(case, "HND", torch.float32, nan_arena)
+    batch = build(case, "HND", dtype, nan_arena)
     query, key, value, key_cache, value_cache, table = batch.operands
     together = attend(batch, "cpu")
     alone = ops.paged_attention(
