@@ -12,7 +12,7 @@ times. Beyond it the work is bound by arithmetic, and packing would only make th
 
 
 def attend(query, keys, values, rule, bias=None, is_causal=False):
-    """Attention of query (b, t, h * g, d) over keys (b, h, n, d) and values (b, h, n, d_v): (b, t, h * g, d_v).
+    """Attention of query (b, h * g, t, d) over keys (b, h, n, d) and values (b, h, n, d_v): (b, t, h * g, d_v).
 
     Args:
         rule: its scale, softcap and sinks. What a query sees is not asked of it.
@@ -30,10 +30,11 @@ def attend(query, keys, values, rule, bias=None, is_causal=False):
 
 
 def nothing(query, dim_v, rule, has_sinks=True):
-    """The outputs of queries (b, t, heads, d) that see no key; without sinks if they are only padding."""
+    """The outputs of queries (b, heads, t, d) that see no key; without sinks if they are only padding."""
+    b, heads, t, _ = query.shape
     if not rule.returns_lse:
-        return query.new_zeros(*query.shape[:3], dim_v)
-    output = query.new_zeros(*query.shape[:3], dim_v + 1, dtype=exact_dtype(query.dtype))
+        return query.new_zeros(b, t, heads, dim_v)
+    output = query.new_zeros(b, t, heads, dim_v + 1, dtype=exact_dtype(query.dtype))
     output[..., -1] = rule.sinks if has_sinks and rule.sinks is not None else float("-inf")
     return output
 
@@ -45,36 +46,31 @@ def exact_dtype(dtype):
 
 def _fused(query, keys, values, scale, bias, is_causal):
     """PyTorch's kernel."""
-    b, t, heads, d = query.shape
+    b, heads, t, d = query.shape
     h, d_v = keys.shape[1], values.shape[3]
-    g = heads // h
     if d != d_v:
         # Its fast form wants one width; zeros change neither scores nor the columns that are kept.
         query, keys = F.pad(query, (0, max(d_v - d, 0))), F.pad(keys, (0, max(d_v - d, 0)))
         values = F.pad(values, (0, max(d - d_v, 0)))
     if t <= MAX_PACKED_QUERIES and not (is_causal and t > 1):
-        query = _packed(query, h)
         if bias is not None:
-            bias = bias[:, None, None].expand(-1, 1, g, -1, -1).flatten(2, 3)
-        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
-        if t > 1:
-            output = output.reshape(b, h, g, t, -1).permute(0, 3, 1, 2, 4)
-        output = output.reshape(b, t, heads, -1)
+            bias = bias[:, None, None].expand(-1, 1, heads // h, -1, -1).flatten(2, 3)
+        output = F.scaled_dot_product_attention(_packed(query, h), keys, values, attn_mask=bias, scale=scale)
+        output = output.reshape(b, heads, t, -1)
     else:
-        output = _unpacked(query.transpose(1, 2), keys, values, scale, bias, is_causal).transpose(1, 2)
+        output = _unpacked(query, keys, values, scale, bias, is_causal)
+    output = output.transpose(1, 2)
     return output if d_v >= d else output[..., :d_v]
 
 
 def _packed(query, h):
-    """Query (b, t, h * g, d) as (b, h, g * t, d)."""
-    b, t, heads, d = query.shape
-    if t == 1:
-        return query.reshape(b, h, heads // h, d)
-    return query.reshape(b, t, h, heads // h, d).permute(0, 2, 3, 1, 4).reshape(b, h, heads // h * t, d)
+    """Query (b, h * g, t, d) as (b, h, g * t, d)."""
+    b, heads, t, d = query.shape
+    return query.reshape(b, h, heads // h * t, d)
 
 
 def _unpacked(query, keys, values, scale, bias, is_causal):
-    """The same with query (b, h * g, t, d), each head as a matrix of its own: (b, h * g, t, d)."""
+    """Each head as a matrix of its own: (b, h * g, t, d_v)."""
     options = {"attn_mask": None if bias is None else bias[:, None], "is_causal": is_causal, "scale": scale}
     num_per_head = query.shape[1] // keys.shape[1]
     if num_per_head == 1 or _has_shared_heads(query.device):
@@ -95,7 +91,7 @@ def _has_shared_heads(device):
 def _with_scores(query, keys, values, rule, bias):
     """Explicit scores in fp32 (fp64 for fp64)."""
     dtype = exact_dtype(query.dtype)
-    t, g = query.shape[1], query.shape[2] // keys.shape[1]
+    t, g = query.shape[2], query.shape[1] // keys.shape[1]
     scores = _packed(query, keys.shape[1]).to(dtype) @ keys.to(dtype).mT
     scores = scores.unflatten(2, (g, t)).mul_(rule.scale)
     if rule.softcap is not None:

@@ -50,7 +50,7 @@ class Rule(NamedTuple):
         """
         t, n = len(queries), len(keys)
         bias = torch.zeros(t, n, dtype=dtype, device=device)
-        bias[:, n - t :].fill_(float("-inf")).triu_(1)
+        bias.narrow(1, n - t, t).fill_(float("-inf")).triu_(1)
         if self.window is not None:
             # Query i sees keys from the one numbered `first + i` on.
             first = queries.start - self.window + 1 - keys.start

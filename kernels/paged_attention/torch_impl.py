@@ -1,7 +1,8 @@
 """Attention over blocks plus the step's own keys and values, batched: long prompts on the CPU, and everything where
 the C++ form was not built.
 
-Shapes in this file: b requests, t queries each, n keys each, h KV heads, g query heads per KV head, d dim.
+Shapes in this file: b requests, t queries each, n keys each, h KV heads, g query heads per KV head, d dim. Queries go as
+(b, h * g, t, d), keys as (b, h, n, d) and values as (b, h, n, d_v); outputs come as (b, t, h * g, d_v).
 
 A step is cut into batches of requests that look alike, and each batch takes the cheapest way:
 
@@ -71,14 +72,14 @@ def paged_attention(
     """See `kvgroups.ops.paged_attention`."""
     rule = Rule(scale, window, chunk, softcap, sinks, return_lse)
     pages = None if key_cache is None else Pages(key_cache, value_cache, block_table, layout, ring_blocks)
-    batches = _batches(list(_rows(query_start_loc, kv_start_loc, num_computed_tokens)), pages, rule)
+    batches = _batches(_rows(query_start_loc, kv_start_loc, num_computed_tokens), pages, rule)
     given = (query, key, value) if sinks is None else (query, key, value, sinks)
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     with Scratch(query.device, is_kept=not has_graph) as scratch:
         if len(batches) == 1 and _covers(batches[0], query.shape[0]):
             output = _attend_batch(batches[0], query, key, value, pages, rule, scratch).flatten(0, 1)
         else:
-            output = nothing(query[None], value.shape[2], rule, has_sinks=False)[0]
+            output = nothing(query[:, :, None], value.shape[2], rule, has_sinks=False)[:, 0]
             for rows in batches:
                 attended = _attend_batch(rows, query, key, value, pages, rule, scratch)
                 _put(output, [row.query_start for row in rows], attended)
@@ -160,7 +161,7 @@ def _covers(rows, num_tokens):
 
 
 def _attend_batch(rows, query, key, value, pages, rule, scratch):
-    """The outputs (b, t, heads, d_v) of rows of one kind and length."""
+    """The outputs of rows of one kind and length."""
     if rows[0].is_fresh:
         return _attend_fresh(rows, query, key, value, rule, scratch)
     if rows[0].is_decode:
@@ -170,29 +171,26 @@ def _attend_batch(rows, query, key, value, pages, rule, scratch):
 
 def _attend_fresh(rows, query, key, value, rule, scratch):
     """Prompts of one length without history: nothing is gathered."""
-    starts, length = [row.query_start for row in rows], rows[0].query_len
-    key_starts = [row.key_start for row in rows]
-    query = _take(query, starts, length)
-    keys, values = (_take(each, key_starts, length).transpose(1, 2) for each in (key, value))
+    length, key_starts = rows[0].query_len, [row.key_start for row in rows]
+    query = _take(query, [row.query_start for row in rows], length)
+    keys, values = _take(key, key_starts, length), _take(value, key_starts, length)
     query, keys, values = _apart(query, keys, values, scratch)
     return _attend_span(query, keys, values, rule, query_position=0, key_position=0)
 
 
 def _apart(query, keys, values, scratch):
-    """The same query (b, t, heads, d), keys (b, h, n, d) and values, copied where tokens are a bad distance apart."""
-    operands = [query.transpose(1, 2), keys, values]
-    fewest = MIN_COPIED_QUERIES, MIN_COPIED_KEYS, MIN_COPIED_KEYS
+    """The same operands, copied where their tokens are a bad distance apart."""
+    operands = [query, keys, values]
     copied = [
         i
-        for i, each in enumerate(operands)
-        if each.shape[2] >= fewest[i] and each.stride(2) * each.element_size() % ALIASED_BYTES == 0
+        for i, fewest in enumerate((MIN_COPIED_QUERIES, MIN_COPIED_KEYS, MIN_COPIED_KEYS))
+        if operands[i].shape[2] >= fewest and operands[i].stride(2) * query.element_size() % ALIASED_BYTES == 0
     ]
-    if not copied or query.device.type != "cpu":
-        return query, keys, values
-    copies = scratch.empty(query.dtype, *(operands[i].numel() for i in copied))
-    for i, copy in zip(copied, copies, strict=True):
-        operands[i] = copy.view(operands[i].shape).copy_(operands[i])
-    return operands[0].transpose(1, 2), *operands[1:]
+    if copied and query.device.type == "cpu":
+        copies = scratch.empty(query.dtype, *(operands[i].numel() for i in copied))
+        for i, copy in zip(copied, copies, strict=True):
+            operands[i] = copy.view(operands[i].shape).copy_(operands[i])
+    return operands
 
 
 def _attend_decode(rows, query, key, value, pages, rule, scratch):
@@ -201,14 +199,14 @@ def _attend_decode(rows, query, key, value, pages, rule, scratch):
     first_blocks, seen = [extent.first_block for extent in extents], extents[0].seen
     requests, key_starts = [row.request for row in rows], [row.key_start for row in rows]
     query = _take(query, [row.query_start for row in rows], 1)
-    own_keys, own_values = (_take(each, key_starts, 1).squeeze(1) for each in (key, value))
+    own_keys, own_values = _take(key, key_starts, 1), _take(value, key_starts, 1)
     num_blocks = pages.num_blocks(seen.stop)
 
     def attend_heads(heads, query, rule):
         keys, values, is_null = pages.gather(scratch, requests, first_blocks, num_blocks, heads=heads, seen=seen)
         # The step's own key goes where it would be stored, in the copy: nothing need be concatenated.
-        keys.select(2, -1).copy_(_of_heads(own_keys, heads))
-        values.select(2, -1).copy_(_of_heads(own_values, heads))
+        keys.narrow(2, -1, 1).copy_(_of_heads(own_keys, heads))
+        values.narrow(2, -1, 1).copy_(_of_heads(own_values, heads))
         bias = None
         if is_null is not None:
             is_null[:, -1] = False  # the own key is there, wherever the table leads
@@ -222,10 +220,8 @@ def _attend_decode(rows, query, key, value, pages, rule, scratch):
 
 def _attend_chunk(row, query, key, value, pages, rule, scratch):
     """One request: its visible history, gathered, with the step's own keys behind it."""
-    query = query[row.query_start : row.query_start + row.query_len][None]
-    own_keys, own_values = (
-        each[row.key_start : row.key_start + row.key_len].transpose(0, 1)[None] for each in (key, value)
-    )
+    query = _take(query, [row.query_start], row.query_len)
+    own_keys, own_values = (_take(each, [row.key_start], row.key_len) for each in (key, value))
     # Right-aligned: the request's last query sits on its last key.
     query_position = row.num_computed + row.key_len - row.query_len
     first = rule.first_visible(query_position)
@@ -249,7 +245,7 @@ def _attend_chunk(row, query, key, value, pages, rule, scratch):
 def _by_heads(attend_heads, query, rule, pages, bytes_of_head):
     """`attend_heads(heads, query, rule)` for ranges of KV heads: as few as gather no more at once than they should, and no
     fewer heads at once than there are threads."""
-    h, g = pages.num_heads, query.shape[2] // pages.num_heads
+    h, g = pages.num_heads, query.shape[1] // pages.num_heads
     num_bytes = _gathered_bytes(query.device)
     most = h if bytes_of_head * h <= num_bytes else max(int(num_bytes // bytes_of_head), torch.get_num_threads())
     if most >= h:
@@ -259,7 +255,7 @@ def _by_heads(attend_heads, query, rule, pages, bytes_of_head):
     for first in range(0, h, step):
         heads = range(first, min(first + step, h))
         query_heads = slice(heads.start * g, heads.stop * g)
-        outputs.append(attend_heads(heads, query[:, :, query_heads], rule.of_heads(query_heads)))
+        outputs.append(attend_heads(heads, query[:, query_heads], rule.of_heads(query_heads)))
     return torch.cat(outputs, dim=2)
 
 
@@ -280,7 +276,8 @@ def _with_history(row, first, own_keys, own_values, pages, heads, scratch):
     )
     # The step's own keys go where they would be stored, in the copy: nothing need be concatenated.
     own = row.num_computed - first
-    keys[:, :, own:], values[:, :, own:] = own_keys, own_values
+    keys.narrow(2, own, row.key_len).copy_(own_keys)
+    values.narrow(2, own, row.key_len).copy_(own_values)
     if is_null is None:
         return keys, values, None
     is_null[:, own:] = False  # behind the last block, or in the rest of it
@@ -289,15 +286,15 @@ def _with_history(row, first, own_keys, own_values, pages, heads, scratch):
 
 
 def _attend_span(query, keys, values, rule, *, query_position, key_position, is_null=None):
-    """Queries (b, t, heads, d) and keys (b, h, n, d) at consecutive positions, the last of both the same.
+    """Queries and keys at consecutive positions, the last of both the same.
 
     `query_position` and `key_position` are those of the first query and key; `is_null` (n,) marks keys that
     do not exist. Queries go in tiles, each over the keys that it can see.
     """
-    position, end = max(query_position, 0), query_position + query.shape[1]
+    position, end = max(query_position, 0), query_position + query.shape[2]
     tiles = []
     if position > query_position:  # a query before every key sees nothing
-        tiles = [nothing(query[:, : min(position, end) - query_position], values.shape[3], rule)]
+        tiles = [nothing(query[:, :, : min(position, end) - query_position], values.shape[3], rule)]
     while position < end:
         first = max(key_position, rule.first_visible(position))
         stop = end if rule.chunk is None else min(end, (position // rule.chunk + 1) * rule.chunk)
@@ -312,8 +309,8 @@ def _attend_span(query, keys, values, rule, *, query_position, key_position, is_
                 bias = rule.bias(range(position, stop), range(first, stop), query.dtype, query.device)
         tile_keys = slice(first - key_position, stop - key_position)
         operands = query, keys, values
-        if stop - position < query.shape[1] or stop - first < keys.shape[2]:
-            tile = query[:, position - query_position : stop - query_position]
+        if stop - position < query.shape[2] or stop - first < keys.shape[2]:
+            tile = query[:, :, position - query_position : stop - query_position]
             operands = tile, keys[:, :, tile_keys], values[:, :, tile_keys]
         if is_null is None:
             tiles.append(attend(*operands, rule, bias if bias is None else bias[None], is_causal))
@@ -334,7 +331,7 @@ def _attend_some(query, keys, values, rule, bias, is_null):
 
 def _tile_length(query, num_earlier_keys, rule):
     """How many queries to take at once where a bias or scores are laid out."""
-    planes = query.shape[0] * query.shape[2] if rule.needs_scores else 1
+    planes = query.shape[0] * query.shape[1] if rule.needs_scores else 1
     longest = MAX_BIAS_ELEMENTS // (planes * (num_earlier_keys + MAX_TILE))
     # In a window of w keys a tile of t queries has w + t, of which each query sees w.
     useful = MAX_TILE if rule.window is None else max(rule.window // 2, MIN_WINDOWED_TILE)
@@ -353,12 +350,14 @@ def _of_heads(tokens, heads):
 
 
 def _take(tokens, starts, length):
-    """Runs of `length` tokens as (b, length, ...): a view if they lie one after another. `starts` ascend."""
+    """Runs of `length` tokens (..., heads, d) as (b, heads, length, d): a view if they lie one after another. `starts`
+    ascend."""
     b = len(starts)
     if starts[-1] - starts[0] != (b - 1) * length:
-        return tokens[_run_index(starts, length, tokens.device)]
+        return tokens[_run_index(starts, length, tokens.device)].transpose(1, 2)
     run = tokens if b * length == tokens.shape[0] else tokens.narrow(0, starts[0], b * length)
-    return run.unsqueeze(0) if b == 1 else run.view(b, length, *run.shape[1:])
+    run = run.unsqueeze(0) if b == 1 else run.view(b, length, *run.shape[1:])
+    return run.transpose(1, 2)
 
 
 def _put(tokens, starts, values):
