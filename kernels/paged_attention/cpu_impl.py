@@ -108,16 +108,19 @@ def prepare_paged_attention(
     }
     small = (block_table, query_start_loc, num_computed_tokens, kv_start_loc, sinks)
     are_served = all(served is given for served, given in zip(_served(*small), small, strict=True))
-    return _Prepared(FACTS.pack(*facts), (num_tokens, num_heads, dim_v), settings, are_served)
+    is_long = len(num_computed_tokens) == 1 and kv_start_loc is None and num_tokens > _max_queries(query, key)
+    return _Prepared(FACTS.pack(*facts), (num_tokens, num_heads, dim_v), settings, are_served, is_long)
 
 
 class _Prepared:
     """A call of which only the addresses are open."""
 
-    def __init__(self, facts, output_shape, settings, are_served):
+    def __init__(self, facts, output_shape, settings, are_served, is_long):
         self.facts, self.output_shape, self.settings = facts, output_shape, settings
         self.are_served = are_served
         """Whether C++ reads the small tensors as they are."""
+        self.is_long = is_long
+        """Whether there is one request, which C++ leaves to the torch form unless most of the tokens are padding."""
         self.returns_lse = settings["return_lse"]
         self.run = cpu_library().function("paged_attention")
 
@@ -136,6 +139,14 @@ class _Prepared:
         addresses=None,
         **known,
     ):
+        if self.is_long and query_start_loc.tolist() == [0, len(query)]:
+            return torch_impl.paged_attention(
+                *(query, key, value, key_cache, value_cache, block_table),
+                query_start_loc=query_start_loc,
+                num_computed_tokens=num_computed_tokens,
+                sinks=sinks,
+                **self.settings,
+            )
         if addresses is None or not self.are_served:
             block_table, *starts_and_counts, sinks = _served(
                 block_table, query_start_loc, num_computed_tokens, kv_start_loc, sinks

@@ -73,6 +73,28 @@ def test_only_what_pytorch_multiplies_fast_goes_to_the_torch_form(
         assert bool(left) == (is_left and fast == dtype)
 
 
+@pytest.mark.parametrize(
+    "case, is_asked",
+    [
+        (Case("prompt", ((0, 5),)), False),
+        (Case("chunk", ((9, 5),)), False),
+        (Case("padded chunk", ((9, 4),), num_padded_tokens=1), True),
+        (Case("padded decode", ((9, 1),), num_padded_tokens=4), True),
+        (Case("fewer keys than queries", ((9, 5, 4),)), True),
+        (Case("two prompts", ((0, 5), (0, 4))), True),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_lone_long_request_is_not_first_asked_for_in_cpp(case, is_asked, prepared, monkeypatch, multiplies_fast):
+    multiplies_fast(torch.float32)
+    monkeypatch.setattr(cpu_impl, "MAX_ROWS", 6)
+    calls, run = [], cpu_library().function("paged_attention")
+    monkeypatch.setattr(CpuLibrary, "function", lambda self, name: lambda call: calls.append(call) or run(call))
+    batch, reference_output, truth = prepared(case)
+    assert_close(attend(batch, "cpu"), reference_output, truth)
+    assert len(calls) == is_asked
+
+
 LONG = [
     Case("several spans", ((1500, 1), (700, 3), (511, 1), (512, 1)), heads=(6, 2), dims=(64, 48), block_size=16),
     Case("a window of several spans", ((1500, 2),), heads=(5, 1), dims=(33, 80), block_size=48, window=1100),
