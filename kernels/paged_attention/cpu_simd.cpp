@@ -5,6 +5,7 @@
 // masked, so nothing that is masked can spoil a sum.
 
 #include "cpu.h"
+#include "rounding.h"
 #include "vector.h"
 
 namespace kvgroups::KVGROUPS_ISA {
@@ -81,6 +82,23 @@ INLINE Vector piece(const Element* from, int64_t column, int64_t width) {
   return column + WIDTH <= width ? to_floats(from + column) : to_floats(from + column, (int)(width - column));
 }
 
+// VECTORS vectors of columns, in pairs if there are two or more; 0 vectors: the last `rest` columns. Pairs have an order of
+// their own, and queries, transposed keys and sums of values keep it until the output is written.
+template <int VECTORS, typename Element>
+INLINE void read_columns(const Element* from, int64_t rest, Vector* floats) {
+  if constexpr (VECTORS == 0) {
+    floats[0] = to_floats(from, (int)rest);
+  } else if constexpr (VECTORS == 1) {
+    floats[0] = to_floats(from);
+  } else {
+    for (int c = 0; c < VECTORS; c += 2) {
+      Pair pair = to_pair(from + c * WIDTH);
+      floats[c] = pair.first;
+      floats[c + 1] = pair.second;
+    }
+  }
+}
+
 // What lies beside from .. to - 1 in a vector of scores.
 template <int COUNT>
 INLINE void hide_others(float* scores, int64_t from, int64_t to) {
@@ -90,30 +108,42 @@ INLINE void hide_others(float* scores, int64_t from, int64_t to) {
   }
 }
 
+// Add the products of COUNT rows and KEYS keys over some columns; those of row r and key k are at r * KEYS + k. Two keys
+// at once share what is loaded of the queries.
+template <int COUNT, int KEYS, int VECTORS, typename Element>
+INLINE void add_products(const float* queries, int64_t stride, const Element* const* keys,
+                         const Element* const* upcoming, int64_t column, int64_t rest, Vector* products) {
+  constexpr int WIDE = VECTORS ? VECTORS : 1;
+  UNROLL for (int k = 0; k < KEYS; k += 2) {
+    Vector floats[2][WIDE];
+    UNROLL for (int i = 0; i < 2; ++i) {
+      if (upcoming) prefetch(upcoming[k + i] + column, VECTORS * WIDTH * sizeof(Element));
+      read_columns<VECTORS>(keys[k + i] + column, rest, floats[i]);
+    }
+    UNROLL for (int c = 0; c < WIDE; ++c)
+      UNROLL for (int r = 0; r < COUNT; ++r) {
+        Vector query = load(queries + r * stride + column + c * WIDTH);
+        products[r * KEYS + k] += query * floats[0][c];
+        products[r * KEYS + k + 1] += query * floats[1][c];
+      }
+  }
+}
+
 // Scores of COUNT rows and the keys from .. to - 1 of a tile; what lies beside them in a vector becomes -inf.
 template <int COUNT, typename Element>
 INLINE void score(const AttentionCall& call, const float* queries, const Element* const* keys,
                   const Element* const* upcoming, float* scores, int64_t from, int64_t to) {
   constexpr int KEYS = SUMS / (COUNT == 3 ? 4 : COUNT);
-  const int64_t dim = call.dim, stride = padded(dim), whole = dim / WIDTH * WIDTH;
+  const int64_t dim = call.dim, stride = padded(dim);
   for (int64_t i = from; i < to; i += KEYS) {
-    Vector products[SUMS];  // of row r and key k at r * KEYS + k
-    for (int n = 0; n < SUMS; ++n) products[n] = Vector{};
-    const Element* key[KEYS];
-    for (int k = 0; k < KEYS; ++k) key[k] = keys[i + k];
-    for (int64_t column = 0; column < whole; column += WIDTH) {
-      for (int k = 0; k < KEYS; ++k) {
-        if (upcoming) __builtin_prefetch(upcoming[i + k] + column, 0, 2);
-        Vector floats = to_floats(key[k] + column);
-        for (int r = 0; r < COUNT; ++r) products[r * KEYS + k] += load(queries + r * stride + column) * floats;
-      }
-    }
-    if (whole < dim) {
-      for (int k = 0; k < KEYS; ++k) {
-        Vector floats = to_floats(key[k] + whole, (int)(dim - whole));
-        for (int r = 0; r < COUNT; ++r) products[r * KEYS + k] += load(queries + r * stride + whole) * floats;
-      }
-    }
+    Vector products[SUMS] = {};
+    const Element* const* soon = upcoming ? upcoming + i : nullptr;
+    int64_t column = 0;
+    for (; column + 2 * WIDTH <= dim; column += 2 * WIDTH)
+      add_products<COUNT, KEYS, 2>(queries, stride, keys + i, soon, column, 0, products);
+    for (; column + WIDTH <= dim; column += WIDTH)
+      add_products<COUNT, KEYS, 1>(queries, stride, keys + i, soon, column, 0, products);
+    if (column < dim) add_products<COUNT, KEYS, 0>(queries, stride, keys + i, soon, column, dim - column, products);
     float summed[SUMS];
     for (int n = 0; n < SUMS; n += WIDTH) store(summed + n, sums(products + n));
     for (int r = 0; r < COUNT; ++r) memcpy(scores + r * SCORES + i, summed + r * KEYS, KEYS * sizeof(float));
@@ -121,11 +151,34 @@ INLINE void score(const AttentionCall& call, const float* queries, const Element
   hide_others<COUNT>(scores, from, to);
 }
 
+// Transpose the columns of WIDTH keys that do better as pairs, as those of bfloat16 do; returns how many those are.
+template <typename Element>
+INLINE int64_t transpose_pairs(const Element* const*, const Element* const*, float*, int64_t) { return 0; }
+
+INLINE int64_t transpose_pairs(const BFloat16* const* keys, const BFloat16* const* upcoming, float* columns, int64_t dim) {
+  int64_t column = 0;
+  for (; column + 2 * WIDTH <= dim; column += 2 * WIDTH) {
+    Vector square[WIDTH];
+    for (int i = 0; i < WIDTH; ++i) {
+      __builtin_prefetch(upcoming[i] + column, 0, 2);
+      square[i] = unaligned<Vector>(keys[i] + column);
+    }
+    transpose_square(square);
+    for (int i = 0; i < WIDTH; ++i) {
+      Pair pair = to_pair((const BFloat16*)&square[i]);
+      store(columns + (column + i) * TILE, pair.first);
+      store(columns + (column + WIDTH + i) * TILE, pair.second);
+    }
+  }
+  return column;
+}
+
 // The keys of a tile, one column after another, so that a vector holds a column of consecutive keys.
 template <typename Element>
 void transpose(const Element* const* keys, const Element* const* upcoming, float* columns, int64_t count, int64_t dim) {
   for (int64_t key = 0; key < count; key += WIDTH) {  // the list's last keys are repeated, to fill a group
-    for (int64_t column = 0; column < dim; column += WIDTH) {
+    int64_t column = transpose_pairs(keys + key, upcoming + key, columns + key, dim);
+    for (; column < dim; column += WIDTH) {
       Vector square[WIDTH];
       for (int i = 0; i < WIDTH; ++i) {
         __builtin_prefetch(upcoming[key + i] + column, 0, 2);
@@ -190,7 +243,7 @@ INLINE float weigh(float* scores, int64_t from, int64_t to, double softcap, floa
   return fade;
 }
 
-// Add the weighted values to COUNT rows: WIDE vectors of columns, or, if WIDE is 0, the last few columns.
+// Add the weighted values to COUNT rows: some columns of `read_columns`.
 template <int COUNT, int WIDE, typename Element>
 INLINE void add_columns(const AttentionCall& call, const float* weights, const Element* const* values,
                         const Element* const* upcoming, float* weighted, const float* fades, int64_t column,
@@ -201,11 +254,9 @@ INLINE void add_columns(const AttentionCall& call, const float* weights, const E
   for (int r = 0; r < COUNT; ++r)
     for (int c = 0; c < VECTORS; ++c) sums[r][c] = load(weighted + r * stride + column + c * WIDTH) * fades[r];
   for (int64_t i = from; i < to; ++i) {
-    if (upcoming)
-      for (int c = 0; c < VECTORS; ++c) __builtin_prefetch(upcoming[i] + column + c * WIDTH, 0, 2);
+    if (upcoming) prefetch(upcoming[i] + column, VECTORS * WIDTH * sizeof(Element));
     Vector floats[VECTORS];
-    for (int c = 0; c < VECTORS; ++c)
-      floats[c] = WIDE ? to_floats(values[i] + column + c * WIDTH) : to_floats(values[i] + column, (int)(dim - column));
+    read_columns<WIDE>(values[i] + column, dim - column, floats);
     for (int r = 0; r < COUNT; ++r)
       for (int c = 0; c < VECTORS; ++c) sums[r][c] += floats[c] * weights[r * SCORES + i];
   }
@@ -233,6 +284,8 @@ void attend_rows(const AttentionCall& call, const float* queries, const Keys<Ele
   int64_t column = 0, wide = COLUMNS * WIDTH;
   for (; column + wide <= call.dim_v; column += wide)
     add_columns<COUNT, COLUMNS>(call, scores, values, upcoming, weighted, fades, column, from, to);
+  for (; column + 2 * WIDTH <= call.dim_v; column += 2 * WIDTH)
+    add_columns<COUNT, 2>(call, scores, values, upcoming, weighted, fades, column, from, to);
   for (; column + WIDTH <= call.dim_v; column += WIDTH)
     add_columns<COUNT, 1>(call, scores, values, upcoming, weighted, fades, column, from, to);
   if (column < call.dim_v) add_columns<COUNT, 0>(call, scores, values, upcoming, weighted, fades, column, from, to);
@@ -262,7 +315,13 @@ void scale_queries(const AttentionCall& call, const Span& span, int64_t kv_head,
       const Element* from = (const Element*)call.query +
                             (span.query_start + query) * call.query_strides.token +
                             (kv_head * shared + head) * call.query_strides.head;
-      for (int64_t column = 0; column < call.dim; column += WIDTH)
+      int64_t column = 0;
+      for (; column + 2 * WIDTH <= call.dim; column += 2 * WIDTH) {
+        Pair pair = to_pair(from + column);
+        store(rows + column, pair.first * (float)call.scale);
+        store(rows + column + WIDTH, pair.second * (float)call.scale);
+      }
+      for (; column < call.dim; column += WIDTH)
         store(rows + column, piece(from, column, call.dim) * (float)call.scale);
     }
   }
@@ -356,13 +415,17 @@ void finish_elements(const AttentionCall& call, const Span& span, int64_t kv_hea
     }
     if (call.sinks) total += exponential(Vector{} + (call.sinks[head] - peak))[0];
     if (call.lse) call.lse[place] = peak + __builtin_logf(total);
-    for (int64_t column = 0; column < call.dim_v; column += WIDTH) {
-      Vector joined = {};
+    auto joined = [&](int64_t column) {
+      Vector sum = {};
       for (int64_t i = 0; i < num_spans; ++i)
-        joined += load(spans[i].weighted + row * padded(call.dim_v) + column) * spans[i].peak[row];
-      joined /= total;
-      for (int64_t c = 0; c < WIDTH && column + c < call.dim_v; ++c) from_float(joined[c], output + column + c);
-    }
+        sum += load(spans[i].weighted + row * padded(call.dim_v) + column) * spans[i].peak[row];
+      return sum / total;
+    };
+    int64_t column = 0;
+    for (; column + 2 * WIDTH <= call.dim_v; column += 2 * WIDTH)
+      from_pair({joined(column), joined(column + WIDTH)}, output + column);
+    for (; column < call.dim_v; column += WIDTH)
+      from_floats(joined(column), output + column, (int)(call.dim_v - column < WIDTH ? call.dim_v - column : WIDTH));
   }
 }
 

@@ -68,7 +68,7 @@ def cpu_library() -> CpuLibrary:
         return CpuLibrary(reason=_stale(f"has interface {interface} and not {INTERFACE}"))
     isa = functions.kvgroups_isa()
     if isa not in ISAS:
-        return CpuLibrary(reason="needs a processor with AVX2 and FMA, or with NEON")
+        return CpuLibrary(reason="needs a processor with AVX2, FMA and F16C, or with NEON")
     return CpuLibrary(
         functions,
         isa,

@@ -62,6 +62,12 @@ FAULTS = {
         "store(columns + (column + i) * TILE + key, square[i])",
         "store(columns + (column + i) * TILE + key, square[(i + 1) % WIDTH])",
     ),
+    "columns of a pair exchanged": (
+        ATTENTION_IN_TILES,
+        "paged_attention/cpu_simd.cpp",
+        "from_pair({joined(column), joined(column + WIDTH)}",
+        "from_pair({joined(column + WIDTH), joined(column)}",
+    ),
     "spans of a tile not joined": (
         ATTENTION_IN_TILES,
         "paged_attention/cpu.cpp",

@@ -24,15 +24,7 @@ INLINE Vector rounded<BFloat16>(Vector value) {
 }
 
 template <>
-INLINE Vector rounded<Float16>(Vector value) {
-  Bits bits = reinterpret<Bits>(value), magnitude = bits & 0x7fffffff;
-  Bits normal = (magnitude + 0xfff + (magnitude >> 13 & 1)) & 0xffffe000;
-  Vector size = select(reinterpret<Vector>(magnitude) < 65520.0f, reinterpret<Vector>(normal), Vector{} + __builtin_inff());
-  // Subnormal: the sum lines the bits up and rounds them to even.
-  size = select(reinterpret<Vector>(magnitude) < 0x1p-14f, reinterpret<Vector>(magnitude) + 0.5f - 0.5f, size);
-  Vector nearest = reinterpret<Vector>(reinterpret<Bits>(size) | (bits & 0x80000000));
-  return select(value == value, nearest, Vector{} + __builtin_nanf(""));
-}
+INLINE Vector rounded<Float16>(Vector value) { return widened(halves(value)); }
 
 INLINE void from_floats(Vector value, Float32* to) { memcpy(to, &value, sizeof value); }
 
@@ -42,14 +34,21 @@ INLINE void from_floats(Vector value, BFloat16* to) {
 }
 
 INLINE void from_floats(Vector value, Float16* to) {
-  Bits bits = reinterpret<Bits>(rounded<Float16>(value)), magnitude = bits & 0x7fffffff;
-  Bits subnormal = reinterpret<Bits>(reinterpret<Vector>(magnitude) + 0.5f) - 0x3f000000;
-  Bits is_subnormal = (Bits)(magnitude < 0x38800000), is_special = (Bits)(magnitude >= 0x7f800000);
-  Bits special = 0x7c00 | (magnitude >> 13 & 0x200);
-  Bits normal = (magnitude - 0x38000000) >> 13;
-  Bits half = (is_subnormal & subnormal) | (is_special & special) | (~is_subnormal & ~is_special & normal);
-  Shorts shorts = __builtin_convertvector(half | (bits >> 16 & 0x8000), Shorts);
+  Shorts shorts = halves(value);
   memcpy(to, &shorts, sizeof shorts);
+}
+
+// What `to_pair` reads.
+template <typename Element>
+INLINE void from_pair(Pair pair, Element* to) {
+  from_floats(pair.first, to);
+  from_floats(pair.second, to + WIDTH);
+}
+
+INLINE void from_pair(Pair pair, BFloat16* to) {
+  Bits even = reinterpret<Bits>(rounded<BFloat16>(pair.first)), odd = reinterpret<Bits>(rounded<BFloat16>(pair.second));
+  Bits words = even >> 16 | odd;
+  memcpy(to, &words, sizeof words);
 }
 
 // The first `count` <= WIDTH of them.

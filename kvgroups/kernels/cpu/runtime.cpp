@@ -63,7 +63,9 @@ EXPORTED int64_t kvgroups_isa() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return kvgroups::AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kvgroups::AVX2;
+  unsigned a, b, c, d;
+  bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c) return kvgroups::AVX2;
   return kvgroups::NO_ISA;
 #elif defined(__aarch64__)
   return kvgroups::NEON;

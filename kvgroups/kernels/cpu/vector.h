@@ -11,6 +11,12 @@
 
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace kvgroups::KVGROUPS_ISA {
 
 #if defined(__AVX512F__)
@@ -30,6 +36,10 @@ typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * WIDTH)));
 
 #define INLINE inline __attribute__((always_inline))
+
+// Before a loop over vectors of which there are few: GCC keeps an array in registers only if it unrolls early what runs
+// over it.
+#define UNROLL _Pragma("GCC unroll 16")
 
 // Elements as they are stored. Arithmetic is in fp32.
 struct Float32 { uint32_t bits; };
@@ -57,16 +67,39 @@ INLINE void store(float* to, Vector value) { memcpy(to, &value, sizeof value); }
 INLINE Vector to_floats(const Float32* from) { return unaligned<Vector>(from); }
 
 INLINE Vector to_floats(const BFloat16* from) {
-  return reinterpret<Vector>(__builtin_convertvector(unaligned<Shorts>(from), Bits) << 16);
+#if defined(__AVX512F__)  // GCC 12 makes four instructions of the conversion below
+  Bits bits = (Bits)_mm512_maskz_cvtepu16_epi32(0xffff, unaligned<__m256i>(from));
+#else
+  Bits bits = __builtin_convertvector(unaligned<Shorts>(from), Bits);
+#endif
+  return reinterpret<Vector>(bits << 16);
 }
 
-// The exponent's bias differs by 112, which a product adds, also for numbers that are subnormal in 16 bits.
-INLINE Vector to_floats(const Float16* from) {
-  Bits half = __builtin_convertvector(unaligned<Shorts>(from), Bits);
-  Vector scaled = reinterpret<Vector>((half & 0x7fff) << 13) * 0x1p112f;
-  Bits is_special = (Bits)((half & 0x7c00) == 0x7c00);  // infinity or NaN: all ones in the exponent stay
-  Bits magnitude = reinterpret<Bits>(scaled) | (is_special & 0x7f800000);
-  return reinterpret<Vector>(magnitude | (half & 0x8000) << 16);
+// float16 as floats, and floats to the nearest float16. GCC 12 warns of what is undefined in the forms without a mask.
+#if defined(__AVX512F__)
+INLINE Vector widened(Shorts shorts) { return (Vector)_mm512_maskz_cvtph_ps(0xffff, (__m256i)shorts); }
+INLINE Shorts halves(Vector value) {
+  return (Shorts)_mm512_maskz_cvtps_ph(0xffff, (__m512)value, _MM_FROUND_TO_NEAREST_INT);
+}
+#elif defined(__AVX2__)
+INLINE Vector widened(Shorts shorts) { return (Vector)_mm256_cvtph_ps((__m128i)shorts); }
+INLINE Shorts halves(Vector value) { return (Shorts)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT); }
+#else
+INLINE Vector widened(Shorts shorts) { return (Vector)vcvt_f32_f16((float16x4_t)shorts); }
+INLINE Shorts halves(Vector value) { return (Shorts)vcvt_f16_f32((float32x4_t)value); }
+#endif
+
+INLINE Vector to_floats(const Float16* from) { return widened(unaligned<Shorts>(from)); }
+
+// 2 * WIDTH elements, in an order of their own: of bfloat16 the even and the odd ones, which cost one operation each.
+struct Pair { Vector first, second; };
+
+template <typename Element>
+INLINE Pair to_pair(const Element* from) { return {to_floats(from), to_floats(from + WIDTH)}; }
+
+INLINE Pair to_pair(const BFloat16* from) {
+  Bits words = unaligned<Bits>(from);
+  return {reinterpret<Vector>(words << 16), reinterpret<Vector>(words & 0xffff0000)};
 }
 
 // The first `count` < WIDTH elements, then zeros.
@@ -75,27 +108,6 @@ INLINE Vector to_floats(const Element* from, int count) {
   Element padded[WIDTH] = {};
   memcpy(padded, from, count * sizeof(Element));
   return to_floats(padded);
-}
-
-INLINE void from_float(float value, Float32* to) { to->bits = reinterpret<uint32_t>(value); }
-
-INLINE void from_float(float value, BFloat16* to) {
-  uint32_t bits = reinterpret<uint32_t>(value);
-  bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  to->bits = is_nan ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-INLINE void from_float(float value, Float16* to) {
-  uint32_t bits = reinterpret<uint32_t>(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) {
-    to->bits = 0x7e00;
-  } else if (magnitude >= 0x47800000) {
-    to->bits = sign | 0x7c00;
-  } else if (magnitude < 0x38800000) {  // subnormal: the sum lines the bits up and rounds them to even
-    to->bits = sign | (reinterpret<uint32_t>(reinterpret<float>(magnitude) + 0.5f) - 0x3f000000);
-  } else {
-    to->bits = sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  }
 }
 
 template <int... index>
@@ -121,7 +133,7 @@ INLINE Vector sums(const Vector* vectors) {
     return vectors[0];
   } else {
     Vector half[HALF];
-    for (int i = 0; i < HALF; ++i)
+    UNROLL for (int i = 0; i < HALF; ++i)
       half[i] = joined<HALF>(vectors[i], vectors[i + HALF], std::make_integer_sequence<int, WIDTH>());
     return sums<HALF / 2>(half);
   }
