@@ -1,14 +1,15 @@
 // Attention over pages: a step is cut into tiles of queries and these into spans of keys; threads take them one by
 // one.
 //
-// How a request is cut depends on its own length alone, and its spans are joined in their order. So its output
-// is the same, bit for bit, in any batch and on any number of threads.
+// How a request is cut depends on its own length and on the heads alone, and its spans are joined in their order. So
+// its output is the same, bit for bit, in any batch and on any number of threads.
 
 #include "cpu.h"
 
 #include <math.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -53,19 +54,39 @@ bool lie_within(const AttentionCall& call, int64_t (*start_of)(const AttentionCa
   return true;
 }
 
-// Cut a tile of queries into spans of keys. Where a request has several tiles they are what threads share, and a
-// tile is left whole: partials of a long prompt on a long history would take more memory than its keys.
-void cut_tile(Plan& plan, const AttentionCall& call, Span whole, bool is_alone) {
+int64_t quotient_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+// How a request is cut: into tiles of so many queries, and these into so many spans of keys, or more if it is short.
+struct Cut { int64_t tile, num_spans; bool is_short; };
+
+Cut cut_request(const AttentionCall& call, int64_t num_queries, int64_t num_keys) {
+  int64_t shared = call.num_heads / call.num_kv_heads;
+  int64_t max_tile = std::max(MIN_TILE_QUERIES, shared ? MAX_TILE_ROWS / shared : 0);
+  int64_t num_tiles = quotient_up(num_queries, max_tile);
+  // Threads want some tasks to share. Spans give them for little, and where keys are few, smaller tiles do: each of
+  // these reads all keys.
+  int64_t most = std::max<int64_t>(1, num_queries * shared / num_tiles / MIN_TILE_ROWS);
+  int64_t num_parts = most > 1 ? quotient_up(MIN_TASKS, num_tiles * call.num_kv_heads) : 1;
+  int64_t num_spans = std::clamp<int64_t>(num_keys / MIN_SHARED_SPAN, 1, num_parts);
+  num_tiles *= std::min(most, quotient_up(num_parts, num_spans));
+  return {quotient_up(num_queries, num_tiles), num_spans, num_queries <= max_tile};
+}
+
+// Cut a tile of queries into spans of keys. A tile of a long request is cut no further than it must be: partials of a long
+// prompt on a long history would take more memory than its keys.
+void cut_tile(Plan& plan, const AttentionCall& call, Span whole, const Cut& how) {
   int64_t num_rows = whole.num_queries * (call.num_heads / call.num_kv_heads), length = whole.end - whole.begin;
   // More keys where there are more rows: what is joined in the end stays small beside what is read.
-  int64_t longest = is_alone ? MIN_SPAN * ((num_rows + ROWS_PER_SPAN - 1) / ROWS_PER_SPAN) : length;
-  int64_t count = length > 0 ? (length + longest - 1) / longest : 1;
-  int64_t step = padded((length + count - 1) / count);
+  int64_t longest = how.is_short ? MIN_SPAN * quotient_up(num_rows, ROWS_PER_SPAN) : length;
+  int64_t count = length > 0 ? quotient_up(length, longest) : 1;
+  count = std::max(count, std::min(how.num_spans, length / MIN_SHARED_SPAN));
   plan.tiles.push_back({(int64_t)plan.spans.size(), count, num_rows, plan.num_partial_floats});
+  // Between tiles of keys: what is left of one costs nearly as much as a whole one.
+  auto border = [&](int64_t n) { return whole.begin + quotient_up(length, TILE) * n / count * TILE; };
   for (int64_t n = 0; n < count; ++n) {
     Span span = whole;
-    span.begin = whole.begin + n * step;
-    span.end = span.begin + step < whole.end ? span.begin + step : whole.end;
+    span.begin = border(n);
+    span.end = n + 1 < count ? border(n + 1) : whole.end;
     plan.spans.push_back(span);
     plan.tile_of.push_back((int64_t)plan.tiles.size() - 1);
   }
@@ -77,8 +98,6 @@ void cut_tile(Plan& plan, const AttentionCall& call, Span whole, bool is_alone) 
 // Cut the requests; those with too many queries are counted and left.
 Plan cut(const AttentionCall& call) {
   Plan plan;
-  int64_t shared = call.num_heads / call.num_kv_heads, max_tile = MIN_TILE_QUERIES;
-  if (shared && MAX_TILE_ROWS / shared > max_tile) max_tile = MAX_TILE_ROWS / shared;
   for (int64_t i = 0; i < call.num_reqs; ++i) {
     int64_t first_query = query_start(call, i), num_queries = query_start(call, i + 1) - first_query;
     int64_t first_key = kv_start(call, i), num_keys = kv_start(call, i + 1) - first_key;
@@ -87,13 +106,12 @@ Plan cut(const AttentionCall& call) {
     int64_t computed = at(call.num_computed_tokens, call.num_computed_is_64_bit, i);
     // Right-aligned: the last query sits on the last key. A query before every key sees nothing.
     int64_t position = computed + num_keys - num_queries;
-    int64_t num_tiles = (num_queries + max_tile - 1) / max_tile;
-    int64_t tile = (num_queries + num_tiles - 1) / num_tiles;
-    for (int64_t query = 0; query < num_queries; query += tile) {
-      int64_t count = query + tile < num_queries ? tile : num_queries - query, first = position + query;
-      int64_t begin = first_visible(call, first > 0 ? first : 0);
-      Span whole = {i, first_query + query, count, first, first_key, computed, begin, first + count};
-      cut_tile(plan, call, whole, num_tiles == 1);
+    Cut how = cut_request(call, num_queries, position + num_queries - first_visible(call, position));
+    // From the last tile on, which sees the most keys: what takes long is not to begin last.
+    for (int64_t query = (num_queries - 1) / how.tile * how.tile; query >= 0; query -= how.tile) {
+      int64_t count = std::min(how.tile, num_queries - query), first = position + query;
+      Span whole = {i, first_query + query, count, first, first_key, computed, first_visible(call, first), first + count};
+      cut_tile(plan, call, whole, how);
     }
   }
   return plan;

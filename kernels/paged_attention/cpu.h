@@ -55,6 +55,9 @@ constexpr int64_t MAX_TILE_ROWS = 256;
 constexpr int64_t MIN_TILE_QUERIES = 16;
 constexpr int64_t MIN_SPAN = 512;
 constexpr int64_t ROWS_PER_SPAN = 64;  // a span is MIN_SPAN keys for each started so many rows
+constexpr int64_t MIN_TASKS = 4;       // of a request, if tiles keep MIN_TILE_ROWS and spans MIN_SHARED_SPAN
+constexpr int64_t MIN_TILE_ROWS = 64;
+constexpr int64_t MIN_SHARED_SPAN = 256;
 constexpr int64_t MAX_LISTED = 512;    // keys that are looked up at once
 constexpr int64_t TILE = 64;           // keys whose scores are in hand at once
 
@@ -69,7 +72,7 @@ static inline int64_t scratch_size(int64_t rows, int64_t dim) {
 // Floats of a partial.
 static inline int64_t partial_size(int64_t rows, int64_t dim_v) { return padded(rows) * 2 + rows * padded(dim_v); }
 
-// The lowest position that a query at `position` sees.
+// The lowest position that a query at `position` sees; 0 for one before every key.
 static inline int64_t first_visible(const AttentionCall& call, int64_t position) {
   int64_t first = 0;
   if (call.window && position - call.window + 1 > first) first = position - call.window + 1;

@@ -105,6 +105,9 @@ LONG = [
     Case("many heads on one", ((40, 50), (100, 3)), heads=(40, 1), dims=(20, 64), block_size=16, softcap=5.0),
     Case("a window over tiles of queries", ((300, 180), (0, 150)), heads=(3, 1), dims=(16, 40), window=100),
     Case("attention chunks over tiles of queries", ((90, 180),), heads=(2, 2), dims=(32, 32), chunk=70, has_sinks=True),
+    Case("one KV head, tiles for threads", ((0, 64), (0, 131), (100, 40)), heads=(4, 1), dims=(24, 40), block_size=16),
+    Case("one KV head, spans for threads", ((1000, 64), (600, 50), (500, 100)), heads=(4, 1), dims=(20, 64), softcap=9.0),
+    Case("a window over spans for threads", ((2000, 70),), heads=(3, 1), dims=(16, 16), window=700, has_sinks=True),
     Case("fewer keys than queries, in tiles", ((0, 150, 100), (20, 130, 90)), heads=(2, 1), dims=(16, 16)),
 ]
 
@@ -140,26 +143,26 @@ def test_log_sum_exp(name, prepared, isa):
     torch.testing.assert_close(lse, expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(dtype, nan_arena, isa):
-    rows = ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 290))
-    case = Case("rows", rows, heads=(8, 2), dims=(64, 64), block_size=16)
+def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_on_any_number_of_threads(dtype, heads, nan_arena, isa):
+    rows = ((1400, 1), (30, 3), (1400, 1), (0, 12), (700, 50), (20, 290), (0, 64), (1000, 64))
+    case = Case("rows", rows, heads=heads, dims=(64, 64), block_size=16)
     batch = build(case, "HND", dtype, nan_arena)
-    query, key, value, key_cache, value_cache, table = batch.operands
+    *tokens, key_cache, value_cache, table = batch.operands
     together = attend(batch, "cpu")
-    alone = ops.paged_attention(
-        query[:1],
-        key[:1],
-        value[:1],
-        key_cache,
-        value_cache,
-        table[:1],
-        query_start_loc=torch.tensor([0, 1]),
-        num_computed_tokens=torch.tensor([1400]),
-        scale=batch.options["scale"],
-        backend="cpu",
-    )
-    assert torch.equal(together[:1], alone)
+    start = 0
+    for row, (computed, queries) in enumerate(rows):
+        own = slice(start, start := start + queries)
+        alone = ops.paged_attention(
+            *(each[own] for each in tokens),
+            *(key_cache, value_cache, table[row : row + 1]),
+            query_start_loc=torch.tensor([0, queries]),
+            num_computed_tokens=torch.tensor([computed]),
+            scale=batch.options["scale"],
+            backend="cpu",
+        )
+        assert torch.equal(together[own], alone)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads + 2)
     try:
