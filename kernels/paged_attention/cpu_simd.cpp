@@ -15,8 +15,12 @@ namespace {
 constexpr int ROWS = 4;                            // rows that share a loaded key or value
 constexpr int SUMS = HAS_32_REGISTERS ? 16 : 8;    // sums in registers at once
 constexpr int MAX_KEYS = SUMS;                     // keys in hand at once, if there is one row
-constexpr int COLUMNS = SUMS / ROWS;               // vectors of a value in hand at once
+constexpr int COLUMNS = SUMS / ROWS;               // vectors of transposed keys in hand at once
 constexpr int64_t SCORES = TILE + MAX_KEYS;        // from one row's scores to the next's
+
+// Sums in registers for each of COUNT rows.
+template <int COUNT>
+constexpr int SUMS_OF_ROW = SUMS / (COUNT == 3 ? 4 : COUNT);
 
 template <typename Element>
 struct Keys {
@@ -133,7 +137,7 @@ INLINE void add_products(const float* queries, int64_t stride, const Element* co
 template <int COUNT, typename Element>
 INLINE void score(const AttentionCall& call, const float* queries, const Element* const* keys,
                   const Element* const* upcoming, float* scores, int64_t from, int64_t to) {
-  constexpr int KEYS = SUMS / (COUNT == 3 ? 4 : COUNT);
+  constexpr int KEYS = SUMS_OF_ROW<COUNT>;
   const int64_t dim = call.dim, stride = padded(dim);
   for (int64_t i = from; i < to; i += KEYS) {
     Vector products[SUMS] = {};
@@ -264,6 +268,19 @@ INLINE void add_columns(const AttentionCall& call, const float* weights, const E
     for (int c = 0; c < VECTORS; ++c) store(weighted + r * stride + column + c * WIDTH, sums[r][c]);
 }
 
+// Add the weighted values to COUNT rows, from `column` on: WIDE vectors at once, and then half as many.
+template <int COUNT, int WIDE, typename Element>
+INLINE void add_values(const AttentionCall& call, const float* weights, const Element* const* values,
+                       const Element* const* upcoming, float* weighted, const float* fades, int64_t column,
+                       int64_t from, int64_t to) {
+  for (; column + WIDE * WIDTH <= call.dim_v; column += WIDE * WIDTH)
+    add_columns<COUNT, WIDE>(call, weights, values, upcoming, weighted, fades, column, from, to);
+  if constexpr (WIDE > 1)
+    add_values<COUNT, WIDE / 2>(call, weights, values, upcoming, weighted, fades, column, from, to);
+  else if (column < call.dim_v)
+    add_columns<COUNT, 0>(call, weights, values, upcoming, weighted, fades, column, from, to);
+}
+
 // COUNT rows from `row` on over the keys from .. to - 1 of the tile that begins at `tile`.
 template <int COUNT, typename Element>
 void attend_rows(const AttentionCall& call, const float* queries, const Keys<Element>& list, const float* columns,
@@ -281,14 +298,7 @@ void attend_rows(const AttentionCall& call, const float* queries, const Keys<Ele
   // The next tile's keys come in while this one's values are added. Past the end of the list: nothing.
   bool has_next = is_first && tile + TILE + to <= list.count;
   const Element* const* upcoming = has_next ? list.keys + tile + TILE : nullptr;
-  int64_t column = 0, wide = COLUMNS * WIDTH;
-  for (; column + wide <= call.dim_v; column += wide)
-    add_columns<COUNT, COLUMNS>(call, scores, values, upcoming, weighted, fades, column, from, to);
-  for (; column + 2 * WIDTH <= call.dim_v; column += 2 * WIDTH)
-    add_columns<COUNT, 2>(call, scores, values, upcoming, weighted, fades, column, from, to);
-  for (; column + WIDTH <= call.dim_v; column += WIDTH)
-    add_columns<COUNT, 1>(call, scores, values, upcoming, weighted, fades, column, from, to);
-  if (column < call.dim_v) add_columns<COUNT, 0>(call, scores, values, upcoming, weighted, fades, column, from, to);
+  add_values<COUNT, SUMS_OF_ROW<COUNT>>(call, scores, values, upcoming, weighted, fades, 0, from, to);
 }
 
 template <typename Element>

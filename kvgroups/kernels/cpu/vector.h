@@ -133,7 +133,7 @@ INLINE Vector sums(const Vector* vectors) {
     return vectors[0];
   } else {
     Vector half[HALF];
-    UNROLL for (int i = 0; i < HALF; ++i)
+    for (int i = 0; i < HALF; ++i)
       half[i] = joined<HALF>(vectors[i], vectors[i + HALF], std::make_integer_sequence<int, WIDTH>());
     return sums<HALF / 2>(half);
   }
