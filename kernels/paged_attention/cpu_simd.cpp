@@ -1,8 +1,8 @@
 // Attention of the rows of one KV head over one span of keys, wherever they lie.
 //
 // A key and a value are found by pointers, so pages, rings and the step's own tokens are alike. Tokens that no
-// query may see are not in the list, and a query that sees part of a tile walks that part only: nothing is
-// masked, so nothing that is masked can spoil a sum.
+// query may see are not in the list, and to a query that sees part of a tile only that part is added: nothing that
+// is masked can spoil a sum.
 
 #include "cpu.h"
 #include "rounding.h"
@@ -17,6 +17,9 @@ constexpr int SUMS = HAS_32_REGISTERS ? 16 : 8;    // sums in registers at once
 constexpr int MAX_KEYS = SUMS;                     // keys in hand at once, if there is one row
 constexpr int COLUMNS = SUMS / ROWS;               // vectors of transposed keys in hand at once
 constexpr int64_t SCORES = TILE + MAX_KEYS;        // from one row's scores to the next's
+
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a < b ? b : a; }
 
 // Sums in registers for each of COUNT rows.
 template <int COUNT>
@@ -103,15 +106,6 @@ INLINE void read_columns(const Element* from, int64_t rest, Vector* floats) {
   }
 }
 
-// What lies beside from .. to - 1 in a vector of scores.
-template <int COUNT>
-INLINE void hide_others(float* scores, int64_t from, int64_t to) {
-  for (int r = 0; r < COUNT; ++r) {
-    for (int64_t i = from / WIDTH * WIDTH; i < from; ++i) scores[r * SCORES + i] = -__builtin_inff();
-    for (int64_t i = to; i % WIDTH; ++i) scores[r * SCORES + i] = -__builtin_inff();
-  }
-}
-
 // Add the products of COUNT rows and KEYS keys over some columns; those of row r and key k are at r * KEYS + k. Two keys
 // at once share what is loaded of the queries.
 template <int COUNT, int KEYS, int VECTORS, typename Element>
@@ -133,7 +127,34 @@ INLINE void add_products(const float* queries, int64_t stride, const Element* co
   }
 }
 
-// Scores of COUNT rows and the keys from .. to - 1 of a tile; what lies beside them in a vector becomes -inf.
+// Keys of a tile, counted from its first.
+struct Range {
+  int64_t from, to;
+  bool is_empty() const { return from >= to; }
+};
+
+// What some rows see of a tile: each, any of them, and all of them.
+struct Seen {
+  Range each[ROWS], any, all;
+
+  static INLINE Seen alike(Range range) {
+    Seen seen;
+    for (Range& each : seen.each) each = range;
+    seen.any = seen.all = range;
+    return seen;
+  }
+
+  INLINE void join(int64_t count) {
+    any = {TILE, 0}, all = {0, TILE};
+    for (int64_t r = 0; r < count; ++r) {
+      if (!each[r].is_empty()) any = {min(any.from, each[r].from), max(any.to, each[r].to)};
+      all = {max(all.from, each[r].from), min(all.to, each[r].to)};
+    }
+    if (all.is_empty()) all = {any.from, any.from};
+  }
+};
+
+// Scores of COUNT rows and the keys from .. to - 1 of a tile.
 template <int COUNT, typename Element>
 INLINE void score(const AttentionCall& call, const float* queries, const Element* const* keys,
                   const Element* const* upcoming, float* scores, int64_t from, int64_t to) {
@@ -152,7 +173,6 @@ INLINE void score(const AttentionCall& call, const float* queries, const Element
     for (int n = 0; n < SUMS; n += WIDTH) store(summed + n, sums(products + n));
     for (int r = 0; r < COUNT; ++r) memcpy(scores + r * SCORES + i, summed + r * KEYS, KEYS * sizeof(float));
   }
-  hide_others<COUNT>(scores, from, to);
 }
 
 // Transpose the columns of WIDTH keys that do better as pairs, as those of bfloat16 do; returns how many those are.
@@ -216,18 +236,27 @@ INLINE void score_transposed(const float* queries, const float* columns, float* 
   for (; key + (COLUMNS - 1) * WIDTH < to; key += COLUMNS * WIDTH)
     score_vectors<COUNT, COLUMNS>(queries, columns + key, scores + key, dim);
   for (; key < to; key += WIDTH) score_vectors<COUNT, 1>(queries, columns + key, scores + key, dim);
-  hide_others<COUNT>(scores, from, to);
 }
 
-// Scores of one row become weights; returns the factor by which earlier sums shrink.
-INLINE float weigh(float* scores, int64_t from, int64_t to, double softcap, float& peak, float& total) {
-  from = from / WIDTH * WIDTH;
-  if (softcap != 0) {
-    for (int64_t i = from; i < to; i += WIDTH) {
-      Vector capped = hyperbolic_tangent(load(scores + i) / (float)softcap) * (float)softcap;
-      store(scores + i, select(load(scores + i) == -__builtin_inff(), load(scores + i), capped));
-    }
+// The scores of keys that a row does not see become -inf, in the vectors that begin at from .. to - 1.
+INLINE void hide(float* scores, int64_t from, int64_t to, Range seen) {
+  for (int64_t i = from; i < to; i += WIDTH) {
+    if (i >= seen.from && i + WIDTH <= seen.to) continue;
+    Integers key = lanes() + (int32_t)i, is_seen = (key >= (int32_t)seen.from) & (key < (int32_t)seen.to);
+    store(scores + i, select(is_seen, load(scores + i), Vector{} - __builtin_inff()));
   }
+}
+
+// Scores of one row become weights, those of keys that it does not see 0, in all vectors that hold a key of `any`. Returns
+// the factor by which earlier sums shrink.
+INLINE float weigh(float* scores, Range any, Range seen, double softcap, float& peak, float& total) {
+  if (seen.is_empty()) return 1;
+  int64_t from = any.from / WIDTH * WIDTH, to = any.to;
+  if (softcap != 0) {
+    for (int64_t i = from; i < to; i += WIDTH)
+      store(scores + i, hyperbolic_tangent(load(scores + i) / (float)softcap) * (float)softcap);
+  }
+  if (seen.from > from || seen.to < to || to % WIDTH) hide(scores, from, to, seen);
   Vector highest = load(scores + from);
   for (int64_t i = from + WIDTH; i < to; i += WIDTH) {
     Vector more = load(scores + i);
@@ -281,39 +310,42 @@ INLINE void add_values(const AttentionCall& call, const float* weights, const El
     add_columns<COUNT, 0>(call, weights, values, upcoming, weighted, fades, column, from, to);
 }
 
-// COUNT rows from `row` on over the keys from .. to - 1 of the tile that begins at `tile`.
-template <int COUNT, typename Element>
-void attend_rows(const AttentionCall& call, const float* queries, const Keys<Element>& list, const float* columns,
-                 float* scores, Partial partial, int64_t row, int64_t tile, int64_t from, int64_t to, bool is_first) {
-  const Element* const* values = list.values + tile;
-  const float* rows = queries + row * padded(call.dim);
-  if (columns)
-    score_transposed<COUNT>(rows, columns, scores, from, to, call.dim);
-  else
-    score<COUNT>(call, rows, list.keys + tile, is_first ? values : nullptr, scores, from, to);
-  float fades[COUNT];
-  for (int r = 0; r < COUNT; ++r)
-    fades[r] = weigh(scores + r * SCORES, from, to, call.softcap, partial.peak[row + r], partial.total[row + r]);
-  float* weighted = partial.weighted + row * padded(call.dim_v);
-  // The next tile's keys come in while this one's values are added. Past the end of the list: nothing.
-  bool has_next = is_first && tile + TILE + to <= list.count;
-  const Element* const* upcoming = has_next ? list.keys + tile + TILE : nullptr;
-  add_values<COUNT, SUMS_OF_ROW<COUNT>>(call, scores, values, upcoming, weighted, fades, 0, from, to);
+// Add to each of some rows the values that not all of them see.
+template <typename Element>
+__attribute__((noinline)) void add_own_values(const AttentionCall& call, const float* weights,
+                                              const Element* const* values, float* weighted, const Seen& seen,
+                                              int64_t count) {
+  const Element* const* none = nullptr;
+  const float whole = 1;
+  for (int64_t r = 0; r < count; ++r, weights += SCORES, weighted += padded(call.dim_v)) {
+    Range before = {seen.each[r].from, min(seen.each[r].to, seen.all.from)};
+    Range after = {max(seen.each[r].from, seen.all.to), seen.each[r].to};
+    for (Range own : {before, after})
+      if (!own.is_empty()) add_values<1, SUMS_OF_ROW<1>>(call, weights, values, none, weighted, &whole, 0, own.from, own.to);
+  }
 }
 
-template <typename Element>
-void attend_row_range(const AttentionCall& call, const float* queries, const Keys<Element>& list,
-                      const float* columns, float* scores, Partial partial, int64_t row, int64_t stop, int64_t tile,
-                      int64_t from, int64_t to) {
-  for (bool is_first = true; row < stop; is_first = false) {
-    int64_t count = stop - row < ROWS ? stop - row : ROWS;
-    auto attend = count == 4   ? attend_rows<4, Element>
-                  : count == 3 ? attend_rows<3, Element>
-                  : count == 2 ? attend_rows<2, Element>
-                               : attend_rows<1, Element>;
-    attend(call, queries, list, columns, scores, partial, row, tile, from, to, is_first);
-    row += count;
-  }
+// COUNT rows from `row` on over the tile of keys that begins at `tile`. They share the values that all of them see; to
+// a row that sees more, those are added by themselves.
+template <int COUNT, typename Element>
+void attend_rows(const AttentionCall& call, const float* queries, const Keys<Element>& list, const float* columns,
+                 float* scores, Partial partial, int64_t row, int64_t tile, const Seen& seen, bool is_first) {
+  const Element* const* values = list.values + tile;
+  const float* rows = queries + row * padded(call.dim);
+  const Range any = seen.any, all = seen.all;
+  if (columns)
+    score_transposed<COUNT>(rows, columns, scores, any.from, any.to, call.dim);
+  else
+    score<COUNT>(call, rows, list.keys + tile, is_first ? values : nullptr, scores, any.from, any.to);
+  float fades[COUNT];
+  for (int r = 0; r < COUNT; ++r)
+    fades[r] = weigh(scores + r * SCORES, any, seen.each[r], call.softcap, partial.peak[row + r], partial.total[row + r]);
+  float* weighted = partial.weighted + row * padded(call.dim_v);
+  // The next tile's keys come in while this one's values are added. Past the end of the list: nothing.
+  bool has_next = is_first && tile + TILE + all.to <= list.count;
+  const Element* const* upcoming = has_next ? list.keys + tile + TILE : nullptr;
+  add_values<COUNT, SUMS_OF_ROW<COUNT>>(call, scores, values, upcoming, weighted, fades, 0, all.from, all.to);
+  if (any.from < all.from || any.to > all.to) add_own_values(call, scores, values, weighted, seen, COUNT);
 }
 
 // The queries of one KV head as rows of fp32, scaled: all heads of the first query, then of the second, ...
@@ -337,41 +369,45 @@ void scale_queries(const AttentionCall& call, const Span& span, int64_t kv_head,
   }
 }
 
-struct Range { int64_t from, to; };
-
-// What a query sees of a tile, counted from the tile's first key.
+// What a query sees of a tile.
 template <typename Element>
-INLINE Range seen(const AttentionCall& call, const Span& span, const Keys<Element>& list, int64_t query, int64_t tile,
-                  int64_t end) {
+INLINE Range seen_by(const AttentionCall& call, const Span& span, const Keys<Element>& list, int64_t query,
+                     int64_t tile, int64_t end) {
   int64_t position = span.first_position + query;
   if (position < 0) return {0, 0};
   int64_t from = list.place(first_visible(call, position), tile, end);
   return {from - tile, list.place(position + 1, from, end) - tile};
 }
 
-// The keys of a list. A query walks only the part of a tile that it sees.
+// The keys of a list, tile by tile.
 template <typename Element>
 void attend_list(const AttentionCall& call, const Span& span, const Keys<Element>& list, const float* queries,
                  float* scores, float* columns, Partial partial) {
-  int64_t shared = call.num_heads / call.num_kv_heads, last_position = span.first_position + span.num_queries - 1;
+  int64_t shared = call.num_heads / call.num_kv_heads, num_rows = span.num_queries * shared;
+  int64_t last_position = span.first_position + span.num_queries - 1;
   for (int64_t tile = 0; tile < list.count; tile += TILE) {
-    int64_t end = tile + TILE < list.count ? tile + TILE : list.count;
+    int64_t end = min(tile + TILE, list.count);
     if (columns) transpose(list.keys + tile, list.values + tile, columns, end - tile, call.dim);
     bool all_see_all = list.positions[tile] >= first_visible(call, last_position) &&
                        list.positions[end - 1] <= span.first_position;
-    if (all_see_all) {
-      attend_row_range(call, queries, list, columns, scores, partial, 0, span.num_queries * shared, tile, 0, end - tile);
-      continue;
-    }
-    for (int64_t query = 0, stop; query < span.num_queries; query = stop) {
-      Range range = seen(call, span, list, query, tile, end);
-      for (stop = query + 1; stop < span.num_queries; ++stop) {  // neighbours that see the same are one run
-        Range next = seen(call, span, list, stop, tile, end);
-        if (next.from != range.from || next.to != range.to) break;
+    Seen seen = Seen::alike({0, end - tile});
+    bool is_first = true;
+    for (int64_t row = 0, query = 0, head = 0; row < num_rows; row += ROWS) {
+      int64_t count = min(ROWS, num_rows - row);
+      if (!all_see_all) {
+        for (int64_t r = 0; r < count; ++r) {
+          seen.each[r] = r && head ? seen.each[r - 1] : seen_by(call, span, list, query, tile, end);
+          if (++head == shared) head = 0, ++query;
+        }
+        seen.join(count);
+        if (seen.any.is_empty()) continue;
       }
-      if (range.from < range.to)
-        attend_row_range(call, queries, list, columns, scores, partial, query * shared, stop * shared, tile, range.from,
-                         range.to);
+      auto attend = count == 4   ? attend_rows<4, Element>
+                    : count == 3 ? attend_rows<3, Element>
+                    : count == 2 ? attend_rows<2, Element>
+                                 : attend_rows<1, Element>;
+      attend(call, queries, list, columns, scores, partial, row, tile, seen, is_first);
+      is_first = false;
     }
   }
 }

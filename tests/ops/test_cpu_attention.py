@@ -215,12 +215,30 @@ def test_nan_in_what_is_seen_is_not_hidden(prepared, isa):
     assert output[[0, 2, 3]].isfinite().all() and output[1, 2:].isfinite().all()
 
 
-def test_a_key_that_only_a_later_query_sees_does_not_spoil_an_earlier_one(prepared, isa):
-    batch, *_ = prepared(NAMED["chunk on a history"])
+PARTLY_SEEN = [
+    Case("all that came before", ((9, 22),)),
+    Case("a head of its own each", ((9, 90),), heads=(2, 2)),
+    Case("three heads on one, in a window", ((9, 40),), heads=(3, 1), window=7),
+    Case("a window of one", ((0, 21),), heads=(2, 2), window=1),
+    Case("an attention chunk, softly capped", ((3, 70),), heads=(1, 1), chunk=10, softcap=2.0),
+]
+
+
+@pytest.mark.parametrize("spoiled", [0, 1, 6, 20])
+@pytest.mark.parametrize("case", PARTLY_SEEN, ids=lambda case: case.name)
+def test_rows_that_do_not_see_a_token_are_the_same_bit_for_bit_whatever_it_is(case, spoiled, nan_arena, isa):
+    """Neighbouring rows are worked on together, and each sees another range of keys."""
+    batch = build(case, "HND", torch.float32, nan_arena)
+    _, key, value, *_ = batch.operands
     clean = attend(batch, "cpu")
-    batch.operands[2][3:] = float("nan")
+    key[spoiled], value[spoiled] = float("inf"), float("nan")
     output = attend(batch, "cpu")
-    assert torch.equal(output[:3], clean[:3]) and output[3:].isnan().all()
+    (row,) = case.rows
+    for query in range(row.queries):
+        if case.sees(row.computed + query, row.computed + spoiled):
+            assert output[query].isnan().all()
+        else:
+            assert torch.equal(output[query], clean[query])
 
 
 def test_a_block_that_does_not_exist_is_an_error_and_not_a_crash(prepared):

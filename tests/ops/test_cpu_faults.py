@@ -32,6 +32,7 @@ sys.exit(pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", *sys.a
 
 ATTENTION = ("tests/ops/test_cpu_attention.py", "-k", "is_as_good_as_the_reference and float32")
 ATTENTION_IN_TILES = ("tests/ops/test_cpu_attention.py", "-k", "tiles_and_spans")
+ATTENTION_PARTLY_SEEN = ("tests/ops/test_cpu_attention.py", "-k", "do_not_see or tiles_and_spans")
 WRITES = ("tests/ops/test_write_kv.py", "-k", "cpu")
 CONVOLUTION = ("tests/ops/test_cpu_convolution.py", "tests/ops/test_causal_conv1d.py", "-k", "not scan and not sequence")
 UPDATE = ("tests/ops/test_cpu_state_update.py",)
@@ -67,6 +68,18 @@ FAULTS = {
         "paged_attention/cpu_simd.cpp",
         "from_pair({joined(column), joined(column + WIDTH)}",
         "from_pair({joined(column + WIDTH), joined(column)}",
+    ),
+    "values shared by rows of which some see them": (
+        ATTENTION_PARTLY_SEEN,
+        "paged_attention/cpu_simd.cpp",
+        "max(all.from, each[r].from), min(all.to, each[r].to)",
+        "max(all.from, each[r].from), each[r].to",
+    ),
+    "values that one row alone sees left out": (
+        ATTENTION_PARTLY_SEEN,
+        "paged_attention/cpu_simd.cpp",
+        "for (Range own : {before, after})",
+        "for (Range own : {before})",
     ),
     "spans of a tile not joined": (
         ATTENTION_IN_TILES,

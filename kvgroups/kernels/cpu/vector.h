@@ -173,6 +173,12 @@ INLINE void transpose_square(Vector* vectors) {
   }
 }
 
+template <int... lane>
+INLINE Integers numbered(std::integer_sequence<int, lane...>) { return (Integers){lane...}; }
+
+// 0, 1, 2, ...
+INLINE Integers lanes() { return numbered(std::make_integer_sequence<int, WIDTH>()); }
+
 INLINE Vector select(Integers where, Vector yes, Vector no) { return where ? yes : no; }
 
 // e to the x, to about one unit in the last place. Below -87 it is 0, and above 88 infinity; NaN stays NaN.
