@@ -364,7 +364,8 @@ class BlockTable:
             out = self.device_table.new_empty((geometry.num_padded_reqs, width))
         rows = geometry.tensors(self.device).rows[:num_reqs]
         torch.index_select(self.device_table[:, :width], 0, rows, out=out[:num_reqs])
-        out[num_reqs:] = NULL_BLOCK_ID
+        if num_reqs < len(out):
+            out[num_reqs:] = NULL_BLOCK_ID
         return out
 
     # The checks of the verbs, on their own: several tables change together only after all have agreed.

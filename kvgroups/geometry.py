@@ -57,6 +57,8 @@ class BatchGeometry:
     """(num_reqs,), int32: the table row of each request. Distinct, in any order."""
     num_tokens: int
     """Tokens of this step over all requests, without padding."""
+    query_lens: np.ndarray
+    """(num_reqs,), int32, tokens: how many each request computes in this step."""
     query_start_loc: np.ndarray
     """(num_reqs + 1,), int32: request i has the step's tokens `[i]` to `[i + 1]`."""
     positions: np.ndarray
@@ -102,8 +104,8 @@ class BatchGeometry:
                 f"geometry: expected one entry per request in rows, query_lens and num_computed_tokens, got "
                 f"{len(rows)}, {len(query_lens)} and {len(num_computed_tokens)}."
             )
-        distinct, uses = np.unique(rows, return_counts=True)
-        if (uses > 1).any():
+        if len(set(rows.tolist())) < len(rows):
+            distinct, uses = np.unique(rows, return_counts=True)
             raise ShapeError(
                 f"geometry: expected distinct rows, got row {distinct[uses > 1][0]} more than once. "
                 f"Give each request a row of its own."
@@ -121,6 +123,7 @@ class BatchGeometry:
         return cls(
             rows=_frozen(rows, np.int32),
             num_tokens=num_tokens,
+            query_lens=_frozen(query_lens, np.int32),
             query_start_loc=_frozen(query_start_loc, np.int32),
             positions=_frozen(first_position + np.arange(num_tokens), np.int64),
             seq_lens=_frozen(seq_lens, np.int32),
@@ -133,11 +136,6 @@ class BatchGeometry:
     def num_reqs(self) -> int:
         """Requests of this step, without padding."""
         return len(self.rows)
-
-    @property
-    def query_lens(self) -> np.ndarray:
-        """(num_reqs,), int32, tokens: how many each request computes in this step."""
-        return np.diff(self.query_start_loc)
 
     @cached_property
     def max_query_len(self) -> int:
@@ -193,12 +191,12 @@ class BatchGeometry:
     def _unpacked(self, packed: torch.Tensor) -> GeometryTensors:
         import torch
 
-        tensors, start = [], 0
+        sizes: list[int] = []
         for array, length, _ in self._parts():
             count = length * array.itemsize // 4
-            tensors.append(packed[start : start + count].view(getattr(torch, array.dtype.name)))
-            start += _aligned(count)
-        return GeometryTensors(*tensors)
+            sizes += [count, _aligned(count) - count]
+        rows, query_start_loc, positions, seq_lens, num_computed_tokens = packed.split(sizes)[::2]
+        return GeometryTensors(rows, query_start_loc, positions.view(torch.int64), seq_lens, num_computed_tokens)
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:

@@ -64,6 +64,8 @@ class CacheRows:
             OutOfBlocksError: if a copy does not fit; the rows that have parted stay parted, which changes
                 nothing that they hold.
         """
+        if len(set(map(id, self.requests))) == len(self.requests):  # as in every step once they have parted
+            return
         with self.manager.guard:
             kept: dict[int, dict[Hashable, Request]] = {}
             for row, (request, key) in enumerate(zip(list(self.requests), keys, strict=True)):

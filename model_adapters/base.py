@@ -75,7 +75,7 @@ class Step:
         """The geometry on the step's device."""
         return self.geometry.tensors(self.device)
 
-    @property
+    @cached_property
     def is_fresh(self) -> bool:
         """Whether no row of the pass has a past."""
         return not self.geometry.num_computed_tokens.any()

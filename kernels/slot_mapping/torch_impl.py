@@ -34,8 +34,10 @@ def slot_mapping(
     token = torch.arange(num_tokens, dtype=query_start_loc.dtype, device=positions.device)
     request = torch.searchsorted(query_start_loc[1:], token, right=True)
     is_real = request < num_reqs
-    request = request.clamp(max=num_reqs - 1)
-    row, seq_len = rows[request].long(), seq_lens[request].long()
+    request = request.clamp_(max=num_reqs - 1)
+    row = rows.index_select(0, request).long()
+    # The position of a padded token may be anything: it must not index a table.
+    positions = positions.masked_fill(~is_real, 0)
 
     for group, table in enumerate(block_tables):
         if modes[group] == "none":
@@ -43,13 +45,15 @@ def slot_mapping(
         block_size = block_sizes[group]
         tokens_per_block = block_size * cp_world_size
         logical_block, offset = positions // tokens_per_block, positions % tokens_per_block
-        has_slot = is_real & ((offset // cp_interleave) % cp_world_size == cp_rank)
-        local_offset = offset // (cp_world_size * cp_interleave) * cp_interleave + offset % cp_interleave
+        has_slot = is_real
+        if cp_world_size > 1:
+            has_slot = has_slot & ((offset // cp_interleave) % cp_world_size == cp_rank)
+            offset = offset // (cp_world_size * cp_interleave) * cp_interleave + offset % cp_interleave
         if modes[group] == "ring":
-            has_slot &= positions >= seq_len - ring_blocks[group] * tokens_per_block
+            seq_len = seq_lens.index_select(0, request)
+            has_slot = has_slot & (positions >= seq_len - ring_blocks[group] * tokens_per_block)
             logical_block = logical_block % ring_blocks[group]
-        # The position of a padded token may be anything: it must not index the table.
-        block_id = table[row, logical_block.masked_fill(~is_real, 0)].long()
-        has_slot &= block_id != NULL_BLOCK_ID
-        slots[group, :num_tokens] = (block_id * block_size + local_offset).masked_fill(~has_slot, PAD_SLOT_ID)
+        block_id = table[row, logical_block].long()
+        has_slot = has_slot & (block_id != NULL_BLOCK_ID)
+        slots[group, :num_tokens] = torch.where(has_slot, block_id * block_size + offset, PAD_SLOT_ID)
     return slots

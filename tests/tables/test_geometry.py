@@ -77,12 +77,13 @@ def test_tensors_are_made_once_per_device():
 
 
 def test_nobody_can_change_a_geometry_between_its_readers():
-    rows = np.array([0, 1])
-    geometry = BatchGeometry.build(rows, [1, 1], [0, 0])
-    rows[:] = 7
-    assert geometry.rows.tolist() == [0, 1]
-    with pytest.raises(ValueError, match="read-only"):
-        geometry.positions[0] = 5
+    rows, query_lens = np.array([0, 1]), np.array([1, 1], dtype=np.int32)
+    geometry = BatchGeometry.build(rows, query_lens, [0, 0])
+    rows[:] = query_lens[:] = 7
+    assert (geometry.rows.tolist(), geometry.query_lens.tolist()) == ([0, 1], [1, 1])
+    for array in (geometry.positions, geometry.query_lens):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
     with pytest.raises(dataclasses.FrozenInstanceError):
         geometry.num_tokens = 9
 
