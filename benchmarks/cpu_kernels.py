@@ -3,6 +3,9 @@
     python -m benchmarks.cpu_kernels                       # everything, on as many threads as PyTorch has
     python -m benchmarks.cpu_kernels decode --threads 1    # one table
 
+    # what a processor with no more than AVX2 would run
+    KVGROUPS_CPU_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.cpu_kernels
+
 decode    one query a request over blocks in random order, against `scaled_dot_product_attention` over contiguous K and
           V with the query heads of a KV head packed as rows (its fastest form), for each backend
 prefill   a prompt without history, and a chunk on a history, against the same on dense K and V
@@ -261,7 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := sorted(set(options.tables) - set(TABLES)):
         parser.error(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
     torch.set_num_threads(options.threads)
-    found = conditions(threads=options.threads, rounds=options.rounds, cpu_kernels=str(dispatch.cpu_kernels()["isa"]))
+    found = conditions(
+        threads=options.threads,
+        rounds=options.rounds,
+        cpu_kernels=str(dispatch.cpu_kernels()["isa"]),
+        torch_runs=torch.backends.cpu.get_cpu_capability(),
+    )
     results: dict[str, list[dict[str, Any]]] = {}
     with torch.no_grad():
         for table in options.tables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,9 @@ FUNCTIONS = tuple(
 
 ISAS = {1: "neon", 2: "avx2", 3: "avx512"}
 """Instruction sets by their numbers in cpu/runtime.h."""
+
+ISA_VARIABLE = "KVGROUPS_CPU_ISA"
+"""The environment variable that asks for one of them in place of the best, to compare or to rule one out."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,22 @@ def cpu_library() -> CpuLibrary:
     isa = functions.kvgroups_isa()
     if isa not in ISAS:
         return CpuLibrary(reason="needs a processor with AVX2, FMA and F16C, or with NEON")
+    if wanted := os.environ.get(ISA_VARIABLE):
+        served = {ISAS[number]: number for number in isas_up_to(isa)}
+        if wanted not in served:
+            return CpuLibrary(reason=f"needs {ISA_VARIABLE} among {', '.join(served)} here, got {wanted!r}")
+        isa = served[wanted]
     return CpuLibrary(
         functions,
         isa,
         has_openmp=bool(functions.kvgroups_has_openmp()),
         fast_matrix_types=functions.kvgroups_fast_matrix_types(),
     )
+
+
+def isas_up_to(isa: int) -> list[int]:
+    """The instruction sets of a processor of which that is the best."""
+    return [number for number in ISAS if number <= isa and (ISAS[number] == "neon") == (ISAS[isa] == "neon")]
 
 
 def _stale(what: str) -> str:

@@ -8,7 +8,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 import pytest
 import torch
 
-from kvgroups.kernels.cpu_library import ISAS, cpu_library
+from kvgroups.kernels.cpu_library import ISAS, cpu_library, isas_up_to
 from tests.ops.attention_cases import attend, build, oracle
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,7 +62,7 @@ def triton_backend(request):
     return request.param
 
 
-HERE = [number for number in ISAS if number <= cpu_library().isa and (number > 1) == (cpu_library().isa > 1)]
+HERE = isas_up_to(cpu_library().isa) if cpu_library().functions else []
 """Instruction sets that this processor has and the library was built for."""
 
 

@@ -8,7 +8,7 @@ import torch
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError
 from kvgroups.kernels import cpu_library as library_module
-from kvgroups.kernels.cpu_library import CpuLibrary, cpu_library
+from kvgroups.kernels.cpu_library import ISAS, CpuLibrary, cpu_library, isas_up_to
 from kvgroups.kernels.cpu_operand import ELEMENT_TYPES
 from kvgroups.kernels.paged_attention import cpu_impl, torch_impl
 from kvgroups.ops import dispatch
@@ -304,6 +304,18 @@ def test_a_library_of_another_version_is_not_called(monkeypatch):
     monkeypatch.setattr(library_module, "INTERFACE", library_module.INTERFACE + 1)
     stale = library_module.cpu_library.__wrapped__()
     assert stale.functions is None and "install kvgroups again" in stale.reason
+
+
+@pytest.mark.parametrize("wanted", [ISAS[number] for number in isas_up_to(cpu_library().isa)])
+def test_an_instruction_set_can_be_asked_for(wanted, monkeypatch):
+    monkeypatch.setenv("KVGROUPS_CPU_ISA", wanted)
+    assert ISAS[library_module.cpu_library.__wrapped__().isa] == wanted
+
+
+def test_an_instruction_set_that_is_not_there_is_no_reason_to_take_another(monkeypatch):
+    monkeypatch.setenv("KVGROUPS_CPU_ISA", "avx1024")
+    refused = library_module.cpu_library.__wrapped__()
+    assert refused.functions is None and "KVGROUPS_CPU_ISA among " in refused.reason and "'avx1024'" in refused.reason
 
 
 def test_auto_takes_it(prepared, monkeypatch):
