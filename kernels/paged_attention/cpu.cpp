@@ -98,6 +98,7 @@ void cut_tile(Plan& plan, const AttentionCall& call, Span whole, const Cut& how)
 // Cut the requests; those with too many queries are counted and left.
 Plan cut(const AttentionCall& call) {
   Plan plan;
+  if (call.num_heads == 0) return plan;
   for (int64_t i = 0; i < call.num_reqs; ++i) {
     int64_t first_query = query_start(call, i), num_queries = query_start(call, i + 1) - first_query;
     int64_t first_key = kv_start(call, i), num_keys = kv_start(call, i + 1) - first_key;

@@ -262,7 +262,8 @@ INLINE float weigh(float* scores, Range any, Range seen, double softcap, float& 
     Vector more = load(scores + i);
     highest = select(more > highest, more, highest);
   }
-  float new_peak = peak;
+  // Not -inf, which a row has that has seen nothing: less itself, it would spoil the sums of one whose first scores are -inf.
+  float new_peak = peak > -__FLT_MAX__ ? peak : -__FLT_MAX__;
   for (int i = 0; i < WIDTH; ++i) new_peak = highest[i] > new_peak ? highest[i] : new_peak;
   Vector weights = {};
   for (int64_t i = from; i < to; i += WIDTH) {
@@ -444,12 +445,8 @@ void finish_elements(const AttentionCall& call, const Span& span, int64_t kv_hea
     int64_t place = (span.query_start + row / shared) * call.num_heads + head;
     Element* output = (Element*)call.output + place * call.dim_v;
     float peak = -__builtin_inff(), total = 0;
-    bool sees_any = false;
-    for (int64_t i = 0; i < num_spans; ++i) {
-      sees_any |= spans[i].total[row] != 0;
-      peak = spans[i].peak[row] > peak ? spans[i].peak[row] : peak;
-    }
-    if (!sees_any) {
+    for (int64_t i = 0; i < num_spans; ++i) peak = spans[i].peak[row] > peak ? spans[i].peak[row] : peak;
+    if (peak == -__builtin_inff()) {  // it sees nothing
       memset(output, 0, call.dim_v * sizeof(Element));
       if (call.lse) call.lse[place] = call.sinks ? call.sinks[head] : -__builtin_inff();
       continue;

@@ -207,6 +207,28 @@ def test_large_and_tiny_scores(softcap, isa):
     torch.testing.assert_close(lse.item(), exact.logsumexp(0).item(), atol=0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sink", [None, 0.5], ids=["plain", "sink"])
+@pytest.mark.parametrize("num_hidden", [1, 64, 100, 1024, 1200], ids="{} scores of -inf".format)
+def test_scores_of_minus_infinity_weigh_nothing(num_hidden, sink, isa):
+    """The first tile, the first span, or all that there is."""
+    key = torch.full((1200, 1, 8), 1e-30)
+    key[:num_hidden] = -1e30
+    value = torch.randn(1200, 1, 4, generator=torch.Generator().manual_seed(0))
+    call = (torch.full((1, 1, 8), 1e30), key, value, None, None, None)
+    options = {"query_start_loc": torch.tensor([0, 1]), "kv_start_loc": torch.tensor([0, 1200]),
+               "num_computed_tokens": torch.tensor([0]), "scale": 1.0,
+               "sinks": None if sink is None else torch.tensor([sink]), "return_lse": True}  # fmt: skip
+    expected = ops.paged_attention(*call, **options, backend="reference")
+    torch.testing.assert_close(ops.paged_attention(*call, **options, backend="cpu"), expected, equal_nan=True)
+
+
+def test_no_query_heads(prepared, isa):
+    batch, *_ = prepared(NAMED["prefill, chunk and decode in one batch"])
+    query, *others = batch.operands
+    output, lse = ops.paged_attention(query[:, :0], *others, **batch.options, return_lse=True, backend="cpu")
+    assert output.shape == (len(query), 0, 8) and lse.shape == (len(query), 0)
+
+
 def test_nan_in_what_is_seen_is_not_hidden(prepared, isa):
     batch, *_ = prepared(NAMED["decode of ragged rows"])
     batch.operands[2][1, 0] = float("nan")  # the second request's own value, first KV head
