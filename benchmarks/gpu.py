@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu                       # writes benchmarks/results/gpu.json and gpu.md
     python -m benchmarks.gpu --only decode prefill
-    python -m benchmarks.gpu --tiny                # sizes for a CPU: shows that the script runs, and measures nothing
+    python -m benchmarks.gpu --tiny                # in the interpreter: shows that the script runs, and measures nothing
 
     decode    attention of one token per request: share of the measured copy bandwidth, by the bytes of K and V
     prefill   TFLOP/s against torch's SDPA and FlexAttention, causal, on dense K and V
@@ -18,6 +18,7 @@ as such and not left out in silence.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -362,11 +363,14 @@ def _cell(value: Any) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU; nothing is measured")
-    parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json", help="a .md file is written beside it")
+    parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter; nothing is measured")
+    parser.add_argument("--json", type=Path, help="a .md file is written beside it; results/gpu.json, but for --tiny")
     options = parser.parse_args(arguments)
     if not options.tiny and not torch.cuda.is_available():
         raise SystemExit("gpu: needs a GPU that torch can see. Without one, --tiny shows that the script runs.")
+    if options.tiny:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before a kernel is first launched, and triton imported
+    path = options.json or (None if options.tiny else RESULTS / "gpu.json")
     torch.manual_seed(0)
     with torch.no_grad():
         bench = Bench(tiny=options.tiny)
@@ -376,9 +380,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device=device, dtype=str(bench.dtype), heads=f"{bench.heads}/{bench.kv_heads}", block_size=BLOCK,
         copy_gb_per_s=round(bench.copy_bytes_per_s / 1e9, 1),
     )  # fmt: skip
-    write(options.json, found, results)
     text = markdown(found, results)
-    options.json.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    if path:
+        write(path, found, results)
+        path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 

@@ -19,6 +19,12 @@ def test_all_forms_and_dense_attention_have_one_shape_of_work(queries, computed,
         form()
 
 
+def test_products_are_attention():
+    query, key, value = torch.randn(2, 3, 4, 8), *torch.randn(2, 2, 3, 9, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(cpu_kernels._products(query, key, value)(), expected)
+
+
 def test_ratios_are_those_of_the_medians():
     spins = {"dense": 20_000, "slow": 60_000}
     case = {name: (lambda count=count: sum(range(count))) for name, count in spins.items()}
@@ -36,3 +42,8 @@ def test_a_quick_run_writes_its_conditions(tmp_path: Path, capsys: pytest.Captur
     assert found["conditions"]["threads"] == threads
     printed = capsys.readouterr().out
     assert "wall / dense" in printed and "mamba2" in printed
+
+
+def test_a_run_that_names_no_file_writes_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu_kernels, "write", lambda *_: pytest.fail("written"))
+    cpu_kernels.main(["decode", "--quick", "--rounds", "1", "--threads", str(torch.get_num_threads())])
