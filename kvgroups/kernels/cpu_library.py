@@ -12,7 +12,7 @@ from pathlib import Path
 PATH = Path(__file__).with_name("_cpu.so")
 """Where setup.py puts it, in a checkout and in a wheel."""
 
-INTERFACE = 8
+INTERFACE = 9
 """What `kvgroups_interface` in cpu/runtime.cpp returns where the arguments are those that Python passes."""
 
 FUNCTIONS = tuple(

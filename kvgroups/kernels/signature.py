@@ -11,6 +11,7 @@ from functools import cache
 from struct import Struct
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from kvgroups.kernels.cpu_library import cpu_library
 
@@ -25,15 +26,16 @@ def addresses(*tensors: Tensor | None) -> bytes:
 def signature(tensors: tuple[Tensor | None, ...]) -> tuple[Hashable, bytes | None]:
     """Equal for calls whose tensors have the same shapes, strides, dtypes and devices; and their `addresses`, if known."""
     describe = _describe()
-    if describe is not None:
-        try:
-            described = describe(tensors, len(tensors))
-        except RuntimeError:  # a tensor that is no plain memory: sparse, on the meta device
-            pass
-        else:
-            split = ADDRESS_BYTES * len(tensors)
-            return described[split:], described[:split]
-    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.layout) for t in tensors), None
+    if describe is not None and (described := describe(tensors, len(tensors))):
+        split = ADDRESS_BYTES * len(tensors)
+        return described[split:], described[:split]
+    return tuple(None if tensor is None else _described(tensor) for tensor in tensors), None
+
+
+def _described(tensor: Tensor) -> Hashable:
+    """With who runs PyTorch's operations: a class that does so itself need not have memory, as fake tensors have none."""
+    where = tensor.device, tensor.layout, type(tensor).__torch_dispatch__
+    return tensor.shape, tensor.stride(), tensor.dtype, *where
 
 
 @cache
@@ -50,6 +52,6 @@ def _describe() -> Callable[[tuple[Tensor | None, ...], int], bytes] | None:
     locked = ctypes.PyDLL(library.functions._name)  # it calls Python, so it keeps Python's lock, which CDLL gives up
     found = locked.kvgroups_describe
     found.restype = ctypes.py_object
-    found.argtypes = [ctypes.py_object, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-    none = id(None)
-    return lambda tensors, count: found(tensors, count, none, exchange)
+    found.argtypes = [ctypes.py_object, ctypes.c_int64, ctypes.c_char_p]
+    known = Struct("4Q").pack(id(None), id(Tensor), id(Parameter), exchange.value)
+    return lambda tensors, count: found(tensors, count, known)

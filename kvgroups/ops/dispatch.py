@@ -101,7 +101,8 @@ def _cpu(module: ModuleType, operation: str) -> Form:
         return reasons if cpu_library().functions else [*reasons, cpu_library().reason]
 
     def refusals(*args: Any, **kwargs: Any) -> list[str]:
-        return absences(_first_tensor(args).device) + module.refusals(*args, **kwargs)
+        given = _without_memory(*args, *kwargs.values())
+        return absences(_first_tensor(args).device) + given + module.refusals(*args, **kwargs)
 
     prepare: Callable[..., Callable[..., Any]] | None = getattr(module, f"prepare_{operation}", None)
 
@@ -110,6 +111,14 @@ def _cpu(module: ModuleType, operation: str) -> Form:
         return found(*args, **kwargs)
 
     return Form(run, refusals, auto_on="cpu", absences=absences, prepare=prepare)
+
+
+def _without_memory(*args: Any) -> list[str]:
+    """The reason against a C++ form if tensors are of classes that run PyTorch's operations themselves: these need not
+    lie in memory, and PyTorch's fake tensors do not."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    names = sorted({type(t).__name__ for t in tensors if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__})
+    return [f"needs tensors that lie in memory, got {', '.join(names)}"] if names else []
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from kvgroups import ops
 from kvgroups.errors import BackendUnavailableError, ShapeError
@@ -86,6 +88,39 @@ def test_a_wrong_call_is_refused_after_a_right_one(name):
     for _ in range(2):  # and is not remembered as a right one
         with pytest.raises(ShapeError):
             ops.paged_attention(**call(**{name.split(",")[0]: WRONG[name]}))
+
+
+@pytest.mark.parametrize("name", ["query", "key_cache", "block_table", "num_computed_tokens"])
+def test_a_tensor_without_memory_is_an_error_and_not_a_crash(name):
+    """Fake tensors have a device and, as PyTorch tells it, an address."""
+    given = call()
+    ops.paged_attention(**given)
+    fake = FakeTensorMode().from_tensor(given[name])
+    with pytest.raises(BackendUnavailableError, match="cpu: needs tensors that lie in memory, got FakeTensor"):
+        ops.paged_attention(**given | {name: fake}, backend="cpu")
+    with pytest.raises((AssertionError, RuntimeError)):  # of PyTorch
+        ops.paged_attention(**given | {name: fake})
+
+
+class Logged(torch.Tensor):
+    """A tensor whose operations are its own class's affair, which keeps another one's memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        outer.inner = inner
+        return outer
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Logged, lambda outer: outer.inner, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def test_tensors_around_others_go_to_the_torch_form():
+    given = call()
+    expected = ops.paged_attention(**given)
+    torch.testing.assert_close(ops.paged_attention(**given | {"query": Logged(given["query"])}), expected)
 
 
 def test_history_without_caches_is_refused_though_a_call_without_it_was_right():

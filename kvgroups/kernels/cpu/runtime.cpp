@@ -52,7 +52,7 @@ void run_on_threads(int64_t num_threads, void (*work)(void*), void* data) {
 }  // namespace kvgroups
 
 // Raised whenever an argument of an exported function changes: a library left over from before is not called.
-EXPORTED int64_t kvgroups_interface() { return 8; }
+EXPORTED int64_t kvgroups_interface() { return 9; }
 
 EXPORTED int64_t kvgroups_has_openmp() { return kvgroups::openmp() != nullptr; }
 
