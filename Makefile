@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# The models of the tests and of the demo are tiny: with more threads they run 20 to 50 times slower.
+# The models of the tests and of the demo are tiny: two processes with more threads than cores run many times slower.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help venv demo test test-all lint clean
