@@ -29,7 +29,8 @@ def signature(tensors: tuple[Tensor | None, ...]) -> tuple[Hashable, bytes | Non
     if describe is not None and (described := describe(tensors, len(tensors))):
         split = ADDRESS_BYTES * len(tensors)
         return described[split:], described[:split]
-    return tuple(None if tensor is None else _described(tensor) for tensor in tensors), None
+    # What is no tensor is no error here: the checks of the call refuse it by name.
+    return tuple(_described(given) if isinstance(given, Tensor) else type(given) for given in tensors), None
 
 
 def _described(tensor: Tensor) -> Hashable:

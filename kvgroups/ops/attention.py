@@ -17,6 +17,7 @@ from kvgroups.ops.checks import (
     check,
     check_caches,
     check_step_kv,
+    device_of,
     name_outside,
 )
 from kvgroups.ops.dispatch import run
@@ -219,7 +220,7 @@ def _check_attention(
     ring_blocks: int,
     return_lse: bool,
 ) -> None:
-    device, num_reqs = query.device, len(num_computed_tokens)
+    device = device_of("query", query)
     check("query", query, (ANY, ANY, ANY), None, device)
     check("key", key, (ANY, ANY, query.shape[2]), (query.dtype,), device)
     check("value", value, (len(key), key.shape[1], ANY), (query.dtype,), device)
@@ -229,8 +230,9 @@ def _check_attention(
             f"query: expected a multiple of the {num_kv_heads} KV heads of key, got {num_heads} heads. "
             "Each KV head serves the same number of query heads."
         )
+    check("num_computed_tokens", num_computed_tokens, (ANY,), INDEX, device)
+    num_reqs = len(num_computed_tokens)
     check("query_start_loc", query_start_loc, (num_reqs + 1,), INDEX, device)
-    check("num_computed_tokens", num_computed_tokens, (num_reqs,), INDEX, device)
     if kv_start_loc is not None:
         check("kv_start_loc", kv_start_loc, (num_reqs + 1,), INDEX, device)
     elif len(key) != len(query):
@@ -359,10 +361,9 @@ def gather_kv(
         [5.0, 6.0, 3.0, 0.0]
     """
     check_caches(key_cache, value_cache, layout)
-    device, num_reqs = key_cache.device, len(block_table)
     width = AtLeast(-(-max_seq_len // block_size_of(key_cache, layout)))
-    check("block_table", block_table, (num_reqs, width), (torch.int32,), device)
-    check("seq_lens", seq_lens, (num_reqs,), INDEX, device)
+    check("block_table", block_table, (ANY, width), (torch.int32,), key_cache.device)
+    check("seq_lens", seq_lens, (len(block_table),), INDEX, key_cache.device)
     operands = key_cache, value_cache, block_table
     try:
         return run("gather_kv", backend, *operands, seq_lens=seq_lens, max_seq_len=max_seq_len, layout=layout)

@@ -33,6 +33,8 @@ def check(
     device: torch.device,
 ) -> None:
     """Raise ShapeError unless the tensor is as expected; `dtypes` None is any floating one."""
+    if not isinstance(tensor, Tensor):
+        raise _no_tensor(name, tensor)
     # A decode step makes hundreds of these calls: plain comparisons, and those first that fail first.
     sizes = tensor.shape
     if (
@@ -53,6 +55,17 @@ def check(
         f"{name}: expected {'' if is_dense else 'a dense tensor, '}({expected_shape}) {expected_dtype} on {device}, "
         f"got {'' if is_dense else f'{layout}, '}{tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}."
     )
+
+
+def device_of(name: str, tensor: Tensor) -> torch.device:
+    """Where a tensor lies; raise ShapeError if it is none. Asked first: the rest of a call is checked against it."""
+    if not isinstance(tensor, Tensor):
+        raise _no_tensor(name, tensor)
+    return tensor.device
+
+
+def _no_tensor(name: str, given: object) -> ShapeError:
+    return ShapeError(f"{name}: expected a tensor, got {'None' if given is None else type(given).__name__}.")
 
 
 def name_outside(error: IndexError, allowed: range, noun: str, **indices: Tensor | None) -> None:
@@ -107,8 +120,9 @@ def check_caches(key_cache: Tensor, value_cache: Tensor, layout: str) -> None:
     """Raise ShapeError unless the caches are a pair in a known layout."""
     if layout not in ("NHD", "HND"):
         raise ShapeError(f"layout: expected NHD or HND, got {layout!r}.")
-    check("key_cache", key_cache, (ANY, AtLeast(1), AtLeast(1), ANY), None, key_cache.device)
-    check("value_cache", value_cache, (*key_cache.shape[:3], ANY), (key_cache.dtype,), key_cache.device)
+    device = device_of("key_cache", key_cache)
+    check("key_cache", key_cache, (ANY, AtLeast(1), AtLeast(1), ANY), None, device)
+    check("value_cache", value_cache, (*key_cache.shape[:3], ANY), (key_cache.dtype,), device)
 
 
 def check_step_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, layout: str) -> None:
@@ -125,7 +139,7 @@ def block_size_of(cache: Tensor, layout: str) -> int:
 
 def sizes(name: str, tensor: Tensor, num_dims: int) -> tuple[int, ...]:
     """The sizes of a floating tensor of that many dims; raise ShapeError if it is not one."""
-    check(name, tensor, (ANY,) * num_dims, None, tensor.device)
+    check(name, tensor, (ANY,) * num_dims, None, device_of(name, tensor))
     return tuple(tensor.shape)
 
 
@@ -157,13 +171,13 @@ def check_scan_slots(
     device: torch.device,
 ) -> None:
     """Raise ShapeError unless each request has tokens and slots, and each snapshot a token and a slot."""
+    check("initial_slots", initial_slots, (ANY,), INDEX, device)
     num_reqs = len(initial_slots)
     check("query_start_loc", query_start_loc, (num_reqs + 1,), INDEX, device)
-    check("initial_slots", initial_slots, (num_reqs,), INDEX, device)
     check("final_slots", final_slots, (num_reqs,), INDEX, device)
     if snapshot_tokens is not None and snapshot_slots is not None:
+        check("snapshot_slots", snapshot_slots, (ANY,), INDEX, device)
         check("snapshot_tokens", snapshot_tokens, (len(snapshot_slots),), (torch.int64,), device)
-        check("snapshot_slots", snapshot_slots, (len(snapshot_slots),), INDEX, device)
     elif not (snapshot_tokens is snapshot_slots is None):
         missing = "snapshot_tokens" if snapshot_tokens is None else "snapshot_slots"
         raise ShapeError(

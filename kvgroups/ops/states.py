@@ -17,6 +17,8 @@ from kvgroups.ops.checks import (
     check_scan_options,
     check_scan_slots,
     check_ssm_groups,
+    device_of,
+    dtype_name,
     name_outside,
     naming_slots,
     sizes,
@@ -50,7 +52,7 @@ def gather_states(states: Tensor, slots: Tensor, *, backend: str = "auto") -> Te
         >>> gather_states(states, torch.tensor([2, 0])).tolist()
         [[2.0], [0.0]]
     """
-    check("slots", slots, (len(slots),), INDEX, states.device)
+    _check_slots(states, slots)
     with naming_slots(states, slots=slots):
         return run("gather_states", backend, states, slots)
 
@@ -77,10 +79,17 @@ def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: st
         >>> states.tolist()
         [[0.0], [0.0], [7.0]]
     """
-    check("slots", slots, (len(slots),), INDEX, states.device)
+    _check_slots(states, slots)
     check("values", values, (len(slots), *states.shape[1:]), (states.dtype,), states.device)
     with naming_slots(states, slots=slots):
         run("scatter_states", backend, states, slots, values)
+
+
+def _check_slots(states: Tensor, slots: Tensor) -> None:
+    """Raise ShapeError unless states lie in slots, and slots are indices."""
+    check("slots", slots, (ANY,), INDEX, device_of("states", states))
+    if states.dim() == 0:
+        raise ShapeError(f"states: expected (num_slots, *state_shape), got () {dtype_name(states.dtype)}.")
 
 
 def causal_conv1d(
@@ -142,7 +151,7 @@ def causal_conv1d(
         >>> states[1].tolist()
         [[2.0, 3.0]]
     """
-    device = x.device
+    device = device_of("x", x)
     check("x", x, (ANY, ANY), None, device)
     check_convolution(x.shape[1], weight, bias, states, activation, device)
     check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
@@ -223,7 +232,7 @@ def _check_step(
     *,
     activation: Activation | None,
 ) -> None:
-    device = x.device
+    device = device_of("x", x)
     check("x", x, (ANY, ANY), None, device)
     check_convolution(x.shape[1], weight, bias, states, activation, device)
     check("slots", slots, (len(x),), INDEX, device)
@@ -301,7 +310,7 @@ def selective_scan(
         >>> states.flatten().tolist()
         [0.0, 16.0, 10.0]
     """
-    device, (num_tokens, channels) = x.device, sizes("x", x, 2)
+    device, (num_tokens, channels) = device_of("x", x), sizes("x", x, 2)
     state_size = sizes("A", A, 2)[1]
     check("A", A, (channels, state_size), None, device)
     check("dt", dt, (num_tokens, channels), None, device)
@@ -412,7 +421,7 @@ def ssd_scan(
         >>> states.flatten().tolist()
         [0.0, 16.0, 10.0]
     """
-    device, (num_tokens, heads, head_dim) = x.device, sizes("x", x, 3)
+    device, (num_tokens, heads, head_dim) = device_of("x", x), sizes("x", x, 3)
     _, groups, state_size = sizes("B", B, 3)
     check_ssm_groups(heads, groups)
     check("dt", dt, (num_tokens, heads), None, device)
@@ -534,7 +543,7 @@ def _check_update(
     dt_bias: Tensor | None,
     dt_softplus: bool,
 ) -> None:
-    device, is_mamba1 = x.device, x.dim() == 2
+    device, is_mamba1 = device_of("x", x), x.dim() == 2
     num_reqs, *inner = sizes("x", x, 2 if is_mamba1 else 3)
     _, *groups, state_size = sizes("B", B, x.dim())
     if not is_mamba1:

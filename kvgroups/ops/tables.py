@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvgroups.errors import ShapeError
-from kvgroups.ops.checks import ANY, INDEX, AtLeast, check, check_mode
+from kvgroups.ops.checks import ANY, INDEX, AtLeast, check, check_mode, device_of
 from kvgroups.ops.dispatch import run
 
 SlotMappingMode = Literal["paged", "ring", "token", "none"]
@@ -77,10 +77,11 @@ def slot_mapping(
         ...              modes=["paged"], ring_blocks=[0], num_padded_tokens=3)
         tensor([[82, 83, -1]])
     """
-    device, num_reqs, num_tokens = positions.device, len(rows), len(positions)
-    check("rows", rows, (num_reqs,), INDEX, device)
+    device = device_of("positions", positions)
+    check("positions", positions, (ANY,), (torch.int64,), device)
+    check("rows", rows, (ANY,), INDEX, device)
+    num_reqs, num_tokens = len(rows), len(positions)
     check("query_start_loc", query_start_loc, (num_reqs + 1,), INDEX, device)
-    check("positions", positions, (num_tokens,), (torch.int64,), device)
     check("seq_lens", seq_lens, (num_reqs,), INDEX, device)
     for name, settings in (("block_sizes", block_sizes), ("modes", modes), ("ring_blocks", ring_blocks)):
         if len(settings) != len(block_tables):
@@ -141,9 +142,10 @@ def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: s
         >>> table.tolist()
         [[0, 7, 0], [0, 0, 9]]
     """
-    check("table", table, (ANY, ANY), (torch.int32,), table.device)
-    check("places", places, (len(places),), (torch.int64,), table.device)
-    check("block_ids", block_ids, (len(places),), (torch.int32,), table.device)
+    device = device_of("table", table)
+    check("table", table, (ANY, ANY), (torch.int32,), device)
+    check("places", places, (ANY,), (torch.int64,), device)
+    check("block_ids", block_ids, (len(places),), (torch.int32,), device)
     if not table.is_contiguous():
         raise ShapeError(
             f"table: expected a contiguous {tuple(table.shape)}, got strides {table.stride()}. "
@@ -220,8 +222,9 @@ def pack_intervals(
 
 def _check_rows(block_table: Tensor, seq_lens: Tensor, block_size: int) -> None:
     """Raise ShapeError unless each row of the table has a length, and blocks a size."""
-    check("block_table", block_table, (ANY, ANY), (torch.int32,), block_table.device)
-    check("seq_lens", seq_lens, (len(block_table),), INDEX, block_table.device)
+    device = device_of("block_table", block_table)
+    check("block_table", block_table, (ANY, ANY), (torch.int32,), device)
+    check("seq_lens", seq_lens, (len(block_table),), INDEX, device)
     if block_size < 1:
         raise ShapeError(f"block_size: expected at least 1 token, got {block_size}.")
 
@@ -252,13 +255,13 @@ def copy_blocks(blocks: Tensor, sources: Tensor, targets: Tensor, *, backend: st
         >>> blocks.flatten().tolist()
         [0, 5, 0, 5]
     """
-    device = blocks.device
+    device = device_of("blocks", blocks)
     check("blocks", blocks, (ANY, ANY), (torch.uint8,), device)
     if blocks.shape[1] > 1 and blocks.stride(1) != 1:
         raise ShapeError(
             f"blocks: expected blocks contiguous inside, got strides {blocks.stride()}. "
             "Take the group's view of the arena's bytes."
         )
+    check("targets", targets, (ANY,), INDEX, device)
     check("sources", sources, (len(targets),), INDEX, device)
-    check("targets", targets, (len(targets),), INDEX, device)
     run("copy_blocks", backend, blocks, sources, targets)

@@ -70,7 +70,7 @@ def test_nothing_to_copy(backend):
         ({"blocks": torch.zeros(3, 8)}, r"blocks: expected \(\*, \*\) uint8 on cpu, got \(3, 8\) float32"),
         ({"blocks": torch.zeros(8, 3, dtype=torch.uint8).t()}, r"blocks: expected blocks contiguous inside, got strides"),
         ({"sources": torch.tensor([1, 2])}, r"sources: expected \(1,\) int32 or int64"),
-        ({"targets": torch.tensor([1.0])}, r"targets: expected \(1,\) int32 or int64 on cpu, got \(1,\) float32"),
+        ({"targets": torch.tensor([1.0])}, r"targets: expected \(\*,\) int32 or int64 on cpu, got \(1,\) float32"),
     ],
 )
 def test_a_wrong_call_is_refused(changed, message):
