@@ -13,6 +13,10 @@ class ShapeError(KVGroupsError, ValueError):
     """A tensor or a row of the wrong shape, dtype, device or range."""
 
 
+class OutOfRangeError(KVGroupsError, IndexError):
+    """A block id, slot, table row or start location that does not exist; the message names it and its place."""
+
+
 class SanitizerError(KVGroupsError):
     """`KVGroupsConfig(sanitize=True)` saw a block used against a rule; the message names rule, group, block and request."""
 

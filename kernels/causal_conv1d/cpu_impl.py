@@ -9,7 +9,7 @@ from struct import Struct
 import torch
 
 from kvgroups.kernels.cpu_library import cpu_library
-from kvgroups.kernels.cpu_operand import ELEMENT_TYPES, no_slot, operand
+from kvgroups.kernels.cpu_operand import ELEMENT_TYPES, operand
 
 CALL = Struct("27q")
 """`ConvolutionCall` in cpu.h."""
@@ -48,5 +48,5 @@ def causal_conv1d_update(x, states, slots, weight, bias, *, activation=None):
         *(torch.get_num_threads(), library.isa),
     )
     if library.run("causal_conv1d_update", call):
-        raise no_slot(slots, num_slots)
+        raise IndexError("slots holds a slot that states do not have")
     return output

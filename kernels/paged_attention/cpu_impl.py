@@ -171,10 +171,7 @@ class _Prepared:
             )
             raise _no_tokens(*which[-2 - num_left])
         if num_left < 0:
-            raise IndexError(
-                f"block_table: expected block ids from 0 to {len(key_cache) - 1}, got {int(block_table.min())} to "
-                f"{int(block_table.max())}. A table must name blocks of the caches that it is passed with."
-            )
+            raise IndexError("block_table holds a block id that the caches do not have")
         options = {
             "query_start_loc": query_start_loc,
             "num_computed_tokens": num_computed_tokens,

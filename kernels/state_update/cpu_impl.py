@@ -9,7 +9,7 @@ from struct import Struct
 import torch
 
 from kvgroups.kernels.cpu_library import cpu_library
-from kvgroups.kernels.cpu_operand import ELEMENT_TYPES, no_slot, operand
+from kvgroups.kernels.cpu_operand import ELEMENT_TYPES, operand
 
 CALL = Struct("58q")
 """`UpdateCall` in cpu.h."""
@@ -64,5 +64,5 @@ def selective_state_update(states, slots, x, dt, A, B, C, *, D=None, z=None, dt_
         *(dt_softplus, torch.get_num_threads(), library.isa),
     )
     if library.run("state_update", call):
-        raise no_slot(slots, num_slots)
+        raise IndexError("slots holds a slot that states do not have")
     return output

@@ -35,10 +35,7 @@ def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout
         if addresses is None or slots is not slot_mapping:
             addresses = addresses_of(key, value, key_cache, value_cache, slots)
         if run(addresses + facts):
-            raise IndexError(
-                f"slot_mapping: expected slots below {num_blocks * block_size}, got {int(slots[:num_tokens].max())}. "
-                "Slots must lie in blocks of the caches that they are passed with."
-            )
+            raise IndexError("slot_mapping holds a slot that the caches do not have")
 
     return write
 

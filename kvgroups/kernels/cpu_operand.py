@@ -18,10 +18,3 @@ def operand(tensor: Tensor | None) -> tuple[int, ...]:
         return 0, 0, 0, 0, 0
     strides = tensor.stride()
     return tensor.data_ptr(), ELEMENT_TYPES[tensor.dtype], *(0,) * (3 - len(strides)), *strides
-
-
-def no_slot(slots: Tensor, num_slots: int) -> IndexError:
-    """What to raise where a call names a slot that does not exist."""
-    return IndexError(
-        f"slots: expected slots from 0 to {num_slots - 1}, got {int(slots.min())} to {int(slots.max())}."
-    )

@@ -7,7 +7,8 @@ a form asked for by name runs or is refused with all its reasons. `use_backend` 
 code.
 
 Shapes, dtypes and devices are checked here, from what the host knows: no check waits for a GPU, so what only
-the contents of a tensor could tell (a slot out of range, a position past the table) is the caller's promise.
+the contents of a tensor could tell (a slot out of range, a position past the table) is the caller's promise. A form on the
+CPU that fails on one raises OutOfRangeError, which names it.
 
 Conventions: a slot is `block_id * block_size + offset`, a number and not an address; -1 (`PAD_SLOT_ID`) is a
 token without a slot; block 0 (`NULL_BLOCK_ID`) holds nothing and is never written; a position is a token's

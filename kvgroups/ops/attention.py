@@ -18,7 +18,8 @@ from kvgroups.ops.checks import (
     check_caches,
     check_step_kv,
     device_of,
-    name_outside,
+    naming,
+    out_of_range,
 )
 from kvgroups.ops.dispatch import run
 from kvgroups.ops.recall import Calls
@@ -52,6 +53,7 @@ def write_kv(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.
+        OutOfRangeError: for a slot that the caches do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: `reshape_and_cache_flash` of vLLM; there the null block may be written.
@@ -69,8 +71,7 @@ def write_kv(
         write(*tensors, addresses=addresses)
     except IndexError as error:
         allowed = range(PAD_SLOT_ID, len(key_cache) * block_size_of(key_cache, layout))
-        name_outside(error, allowed, "slots", slot_mapping=slot_mapping[: len(key)])
-        raise
+        raise out_of_range(error, allowed, "slots", slot_mapping=slot_mapping[: len(key)]) from error
 
 
 def _check_write(
@@ -160,6 +161,8 @@ def paged_attention(
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or history without caches (noticed on the
             CPU only).
+        OutOfRangeError: for a block id that the caches do not have, or, in C++, start locations that the tokens do
+            not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     The torch form reads start locations and counts on the host: on a GPU that is a device-to-host sync. The
@@ -195,9 +198,8 @@ def paged_attention(
     try:
         return attend(*tensors, addresses=addresses, max_query_len=max_query_len, max_seq_len=max_seq_len)
     except IndexError as error:
-        if key_cache is not None:
-            name_outside(error, range(len(key_cache)), "block ids", block_table=block_table)
-        raise
+        num_blocks = 0 if key_cache is None else len(key_cache)
+        raise out_of_range(error, range(num_blocks), "block ids", block_table=block_table) from error
 
 
 def _check_attention(
@@ -349,6 +351,7 @@ def gather_kv(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.
+        OutOfRangeError: for a block id that the caches do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: the gathered sequence that multi-latent attention projects up again; DeepSeek-V2, section 2.1.
@@ -365,8 +368,5 @@ def gather_kv(
     check("block_table", block_table, (ANY, width), (torch.int32,), key_cache.device)
     check("seq_lens", seq_lens, (len(block_table),), INDEX, key_cache.device)
     operands = key_cache, value_cache, block_table
-    try:
+    with naming(range(len(key_cache)), "block ids", block_table=block_table):
         return run("gather_kv", backend, *operands, seq_lens=seq_lens, max_seq_len=max_seq_len, layout=layout)
-    except IndexError as error:
-        name_outside(error, range(len(key_cache)), "block ids", block_table=block_table)
-        raise

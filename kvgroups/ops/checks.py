@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvgroups.errors import ShapeError
+from kvgroups.errors import OutOfRangeError, ShapeError
 
 
 class AtLeast(int):
@@ -68,30 +68,32 @@ def _no_tensor(name: str, given: object) -> ShapeError:
     return ShapeError(f"{name}: expected a tensor, got {'None' if given is None else type(given).__name__}.")
 
 
-def name_outside(error: IndexError, allowed: range, noun: str, **indices: Tensor | None) -> None:
-    """After a form has failed: raise an error that names the indices, if they are not what is allowed.
+def out_of_range(error: IndexError, allowed: range, noun: str, **indices: Tensor | None) -> OutOfRangeError:
+    """What to raise after a form has failed: it names the first of the indices that is not one of those allowed.
 
-    Looking at their contents beforehand would cost every call.
+    Looking at their contents beforehand would cost every call. A form that knows what was wrong has named it itself.
     """
-    for name, tensor in indices.items():
-        if tensor is None or not tensor.numel() or str(error).startswith(f"{name}: "):
-            continue
-        least, most = int(tensor.min()), int(tensor.max())
-        if least < allowed.start or most >= allowed.stop:
-            raise IndexError(
-                f"{name}: expected {noun} from {allowed.start} to {allowed.stop - 1}, got {least} to {most}. "
-                "They must lie in the tensor that they are passed with."
-            ) from error
+    if ": expected " not in str(error):
+        for name, tensor in indices.items():
+            if tensor is None:
+                continue
+            outside = ((tensor < allowed.start) | (tensor >= allowed.stop)).nonzero().tolist()
+            if outside:
+                return OutOfRangeError(
+                    f"{name}: expected {noun} from {allowed.start} to {allowed.stop - 1}, got "
+                    f"{int(tensor[tuple(outside[0])])} at {outside[0]}. "
+                    "They must lie in the tensor that they are passed with."
+                )
+    return OutOfRangeError(str(error))
 
 
 @contextmanager
-def naming_slots(states: Tensor, **slots: Tensor | None) -> Iterator[None]:
-    """Let an IndexError of the block name the state slots that do not exist."""
+def naming(allowed: range, noun: str, **indices: Tensor | None) -> Iterator[None]:
+    """Turn an IndexError of the block into the one that `out_of_range` makes of it."""
     try:
         yield
     except IndexError as error:
-        name_outside(error, range(len(states)), "slots", **slots)
-        raise
+        raise out_of_range(error, allowed, noun, **indices) from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

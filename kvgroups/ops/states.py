@@ -19,8 +19,8 @@ from kvgroups.ops.checks import (
     check_ssm_groups,
     device_of,
     dtype_name,
-    name_outside,
-    naming_slots,
+    naming,
+    out_of_range,
     sizes,
 )
 from kvgroups.ops.dispatch import run
@@ -43,6 +43,7 @@ def gather_states(states: Tensor, slots: Tensor, *, backend: str = "auto") -> Te
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: `state_indices_tensor` of vLLM's Mamba layers; there the pad is -1.
@@ -53,7 +54,7 @@ def gather_states(states: Tensor, slots: Tensor, *, backend: str = "auto") -> Te
         [[2.0], [0.0]]
     """
     _check_slots(states, slots)
-    with naming_slots(states, slots=slots):
+    with naming(range(len(states)), "slots", slots=slots):
         return run("gather_states", backend, states, slots)
 
 
@@ -69,6 +70,7 @@ def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: st
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: as `gather_states`.
@@ -81,7 +83,7 @@ def scatter_states(states: Tensor, slots: Tensor, values: Tensor, *, backend: st
     """
     _check_slots(states, slots)
     check("values", values, (len(slots), *states.shape[1:]), (states.dtype,), states.device)
-    with naming_slots(states, slots=slots):
+    with naming(range(len(states)), "slots", slots=slots):
         run("scatter_states", backend, states, slots, values)
 
 
@@ -134,6 +136,7 @@ def causal_conv1d(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or an unknown activation.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     The torch form reads start locations and slots on the host: on a GPU that is a device-to-host sync.
@@ -156,7 +159,7 @@ def causal_conv1d(
     check_convolution(x.shape[1], weight, bias, states, activation, device)
     check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
     slots = {"initial_slots": initial_slots, "final_slots": final_slots, "snapshot_slots": snapshot_slots}
-    with naming_slots(states, **slots):
+    with naming(range(len(states)), "slots", **slots):
         return run(
             "causal_conv1d",
             backend,
@@ -202,6 +205,7 @@ def causal_conv1d_update(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or an unknown activation.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: `causal_conv1d_update` of the causal-conv1d package.
@@ -219,8 +223,7 @@ def causal_conv1d_update(
     try:
         return convolve(*tensors, addresses=addresses)
     except IndexError as error:
-        name_outside(error, range(len(states)), "slots", slots=slots)
-        raise
+        raise out_of_range(error, range(len(states)), "slots", slots=slots) from error
 
 
 def _check_step(
@@ -293,6 +296,7 @@ def selective_scan(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     The torch form reads start locations and slots on the host: on a GPU that is a device-to-host sync.
@@ -320,7 +324,7 @@ def selective_scan(
     check_scan_options(x, (channels,), D, z, dt_bias)
     check_scan_slots(query_start_loc, initial_slots, final_slots, snapshot_tokens, snapshot_slots, device)
     slots = {"initial_slots": initial_slots, "final_slots": final_slots, "snapshot_slots": snapshot_slots}
-    with naming_slots(states, **slots):
+    with naming(range(len(states)), "slots", **slots):
         return run(
             "selective_scan",
             backend,
@@ -402,6 +406,7 @@ def ssd_scan(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or G that does not divide heads.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     The torch form reads start locations and slots on the host: on a GPU that is a device-to-host sync.
@@ -438,7 +443,7 @@ def ssd_scan(
     if not dt_limit[0] <= dt_limit[1]:
         raise ShapeError(f"dt_limit: expected the least and the greatest step size, got {dt_limit}.")
     slots = {"initial_slots": initial_slots, "final_slots": final_slots, "snapshot_slots": snapshot_slots}
-    with naming_slots(states, **slots):
+    with naming(range(len(states)), "slots", **slots):
         return run(
             "ssd_scan",
             backend,
@@ -509,6 +514,7 @@ def selective_state_update(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or G that does not divide heads.
+        OutOfRangeError: for a slot that states do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: `selective_state_update` of mamba-ssm, where the slots are `state_batch_indices`.
@@ -525,8 +531,7 @@ def selective_state_update(
     try:
         return advance(*tensors, addresses=addresses)
     except IndexError as error:
-        name_outside(error, range(len(states)), "slots", slots=slots)
-        raise
+        raise out_of_range(error, range(len(states)), "slots", slots=slots) from error
 
 
 def _check_update(

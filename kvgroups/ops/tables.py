@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvgroups.errors import ShapeError
-from kvgroups.ops.checks import ANY, INDEX, AtLeast, check, check_mode, device_of
+from kvgroups.ops.checks import ANY, INDEX, AtLeast, check, check_mode, device_of, naming, out_of_range
 from kvgroups.ops.dispatch import run
 
 SlotMappingMode = Literal["paged", "ring", "token", "none"]
@@ -64,6 +64,7 @@ def slot_mapping(
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or settings that contradict each other.
+        OutOfRangeError: for a row or a position that a table does not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: the block table of vLLM v1; ring mode and the null-block rule are ours.
@@ -104,22 +105,26 @@ def slot_mapping(
         raise ShapeError(
             f"num_padded_tokens: expected at least the {num_tokens} of positions, got {num_padded_tokens}."
         )
-    return run(
-        "slot_mapping",
-        backend,
-        block_tables,
-        rows,
-        query_start_loc,
-        positions,
-        seq_lens,
-        block_sizes=block_sizes,
-        modes=modes,
-        ring_blocks=ring_blocks,
-        num_padded_tokens=num_padded_tokens,
-        cp_world_size=cp_world_size,
-        cp_rank=cp_rank,
-        cp_interleave=cp_interleave,
-    )
+    try:
+        return run(
+            "slot_mapping",
+            backend,
+            block_tables,
+            rows,
+            query_start_loc,
+            positions,
+            seq_lens,
+            block_sizes=block_sizes,
+            modes=modes,
+            ring_blocks=ring_blocks,
+            num_padded_tokens=num_padded_tokens,
+            cp_world_size=cp_world_size,
+            cp_rank=cp_rank,
+            cp_interleave=cp_interleave,
+        )
+    except IndexError as error:
+        num_rows = min(map(len, block_tables))
+        raise out_of_range(error, range(num_rows), "rows", rows=rows) from error
 
 
 def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: str = "auto") -> None:
@@ -132,6 +137,7 @@ def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: s
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or a table that is not contiguous.
+        OutOfRangeError: for a place that the table does not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     Source: ours. vLLM copies whole rows, which grow with the longest sequence and not with what changed.
@@ -151,7 +157,8 @@ def table_update(table: Tensor, places: Tensor, block_ids: Tensor, *, backend: s
             f"table: expected a contiguous {tuple(table.shape)}, got strides {table.stride()}. "
             "Places count through whole rows."
         )
-    run("table_update", backend, table, places, block_ids)
+    with naming(range(table.numel()), "places", places=places):
+        run("table_update", backend, table, places, block_ids)
 
 
 def pack_csr(
@@ -243,6 +250,7 @@ def copy_blocks(blocks: Tensor, sources: Tensor, targets: Tensor, *, backend: st
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device, or blocks that are not contiguous inside.
+        OutOfRangeError: for a block id that blocks do not have (noticed on the CPU only).
         BackendUnavailableError: if the backend asked for does not serve the call.
 
     The torch form reads the lists on the host: on a GPU that is a device-to-host sync.
@@ -264,4 +272,5 @@ def copy_blocks(blocks: Tensor, sources: Tensor, targets: Tensor, *, backend: st
         )
     check("targets", targets, (ANY,), INDEX, device)
     check("sources", sources, (len(targets),), INDEX, device)
-    run("copy_blocks", backend, blocks, sources, targets)
+    with naming(range(len(blocks)), "block ids", sources=sources, targets=targets):
+        run("copy_blocks", backend, blocks, sources, targets)

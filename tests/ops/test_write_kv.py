@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvgroups import ops
-from kvgroups.errors import ShapeError
+from kvgroups.errors import OutOfRangeError, ShapeError
 from kvgroups.kernels.cpu_library import cpu_library
 from tests.ops.conftest import needs_interpreter
 
@@ -125,7 +125,7 @@ def test_the_cpu_form_writes_nothing_if_a_slot_does_not_exist(layout, caches, as
     key_arena, key_cache, value_arena, value_cache = caches(4, 2, 8, 8)
     before = key_arena.clone(), value_arena.clone()
     token = torch.ones(2, 2, 8)
-    with pytest.raises(IndexError, match="slot_mapping: expected slots below 28, got 28"):
+    with pytest.raises(OutOfRangeError, match=r"slot_mapping: expected slots from -1 to 27, got 28 at \[1\]\."):
         ops.write_kv(token, token, key_cache, value_cache, torch.tensor([5, 28]), layout=layout, backend="cpu")
     assert_same_bits(key_arena, before[0])
     assert_same_bits(value_arena, before[1])
