@@ -3,7 +3,7 @@
 from kvgroups.constants import NULL_BLOCK_ID
 
 
-def gather_kv(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout):
+def gather_kv(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout="HND"):
     """See `kvgroups.ops.gather_kv`."""
     heads_dim, block_dim = (2, 1) if layout == "NHD" else (1, 2)
     block_size, num_kv_heads = key_cache.shape[block_dim], key_cache.shape[heads_dim]

@@ -5,7 +5,7 @@ import torch
 from kvgroups.constants import NULL_BLOCK_ID
 
 
-def gather_kv(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout):
+def gather_kv(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout="HND"):
     """See `kvgroups.ops.gather_kv`."""
     block_size = key_cache.shape[1 if layout == "NHD" else 2]
     block_ids = block_table[:, : -(-max_seq_len // block_size)]

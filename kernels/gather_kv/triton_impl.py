@@ -14,7 +14,7 @@ NULL: tl.constexpr = tl.constexpr(NULL_BLOCK_ID)
 TOKENS_PER_PROGRAM = 32
 
 
-def refusals(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout):
+def refusals(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout="HND"):
     """The reasons against this form for a call."""
     return [
         f"needs {name} contiguous over its last dimension, got stride {cache.stride(3)}"
@@ -23,7 +23,7 @@ def refusals(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layo
     ]
 
 
-def gather_kv(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout):
+def gather_kv(key_cache, value_cache, block_table, *, seq_lens, max_seq_len, layout="HND"):
     """See `kvgroups.ops.gather_kv`."""
     return tuple(
         _gather(cache, block_table, seq_lens, max_seq_len, layout) for cache in (key_cache, value_cache)

@@ -9,7 +9,7 @@ FACTS = Struct("16q")
 """After the addresses of the tensors, `WriteCall` in cpu.cpp."""
 
 
-def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
+def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout="HND"):
     """The reasons against this form for a call."""
     named = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
     return [
@@ -19,7 +19,7 @@ def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
     ]
 
 
-def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
+def prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout="HND"):
     """See `kvgroups.ops.write_kv`: the function for all calls like this one, with only addresses left open."""
     num_tokens, num_heads, _ = key.shape
     num_blocks, block_size = len(key_cache), key_cache.shape[1 if layout == "NHD" else 2]

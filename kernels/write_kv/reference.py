@@ -1,7 +1,7 @@
 """Store keys and values, one token at a time."""
 
 
-def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
+def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout="HND"):
     """See `kvgroups.ops.write_kv`."""
     key, value = key.detach(), value.detach()
     block_size = key_cache.shape[1 if layout == "NHD" else 2]

@@ -4,7 +4,7 @@ Selecting the tokens that have a slot yields a data-dependent shape: on a GPU th
 """
 
 
-def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
+def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout="HND"):
     """See `kvgroups.ops.write_kv`."""
     key, value = key.detach(), value.detach()
     block_size = key_cache.shape[1 if layout == "NHD" else 2]

@@ -11,7 +11,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 TOKENS_PER_PROGRAM = 16
 
 
-def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
+def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout="HND"):
     """The reasons against this form for a call."""
     return [
         f"needs {name} contiguous over its last dimension, got stride {cache.stride(3)}"
@@ -20,7 +20,7 @@ def refusals(key, value, key_cache, value_cache, slot_mapping, *, layout):
     ]
 
 
-def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout):
+def write_kv(key, value, key_cache, value_cache, slot_mapping, *, layout="HND"):
     """See `kvgroups.ops.write_kv`."""
     num_tokens, num_kv_heads, dim = key.shape
     dim_v = value.shape[2]

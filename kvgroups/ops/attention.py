@@ -34,7 +34,7 @@ def write_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *,
-    layout: Layout,
+    layout: Layout = "HND",
     backend: str = "auto",
 ) -> None:
     """Store this step's keys and values of one layer in their slots, in place.
@@ -49,7 +49,8 @@ def write_kv(
             block_size, head_dim). Any stride between blocks.
         value_cache: the same with head_dim_v.
         slot_mapping: (at least num_tokens,), int64. What lies beyond num_tokens is not read.
-        layout: `NHD` or `HND`, the order within a block.
+        layout: `NHD` or `HND`, the order within a block. Blocks in the other order are noticed only where
+            their shapes do not fit.
 
     Raises:
         ShapeError: for a tensor of another shape, dtype or device.
@@ -144,7 +145,8 @@ def paged_attention(
         chunk: a query sees positions k with `k // chunk == p // chunk`. None: all.
         softcap: scores become `tanh(score / softcap) * softcap`, after scale and before masking.
         sinks: (num_heads,), floating. One more logit per head in the softmax, with no value.
-        layout: `NHD` or `HND`, the order within a block.
+        layout: `NHD` or `HND`, the order within a block. Blocks in the other order are noticed only where
+            their shapes do not fit.
         ring_blocks: R > 0 if the table is a ring: position p lies in block `block_table[i, (p // block_size)
             % R]`.
         return_lse: return the log-sum-exp of each query's scores as well, for `merge_attention`.
@@ -327,7 +329,7 @@ def gather_kv(
     *,
     seq_lens: Tensor,
     max_seq_len: int,
-    layout: Layout,
+    layout: Layout = "HND",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The dense history of each request, for layers that transform keys and values after storing them.
@@ -343,7 +345,8 @@ def gather_kv(
             step's requests.
         seq_lens: (num_reqs,), int32 or int64, tokens to read from each request.
         max_seq_len: tokens in the result.
-        layout: `NHD` or `HND`, the order within a block.
+        layout: `NHD` or `HND`, the order within a block. Blocks in the other order are noticed only where
+            their shapes do not fit.
 
     Returns:
         key (num_reqs, max_seq_len, num_kv_heads, head_dim) and value (num_reqs, max_seq_len, num_kv_heads,

@@ -119,6 +119,15 @@ def test_unknown_layout_is_refused(caches):
         ops.write_kv(token, token, key_cache, value_cache, torch.tensor([5]), layout="DHN")
 
 
+def test_blocks_are_hnd_unless_another_layout_is_named(backend):
+    cache, token = torch.zeros(3, 2, 4, 8), torch.randn(1, 2, 8)
+    table = torch.tensor([[2]], dtype=torch.int32)
+    with ops.use_backend(backend):
+        ops.write_kv(token, token, cache, cache.clone(), torch.tensor([9]))
+        key, _ = ops.gather_kv(cache, cache, table, seq_lens=torch.tensor([2]), max_seq_len=2)
+    assert torch.equal(cache[2, :, 1], token[0]) and torch.equal(key[0, 1], token[0])
+
+
 def test_the_cpu_form_writes_nothing_if_a_slot_does_not_exist(layout, caches, assert_same_bits):
     if cpu_library().functions is None:
         pytest.skip(cpu_library().reason)
