@@ -23,6 +23,7 @@ from kvgroups.errors import SpecError, UnsupportedCallError, UnsupportedModelErr
 from kvgroups.generate_checks import check_prompt
 from kvgroups.manager import Manager
 from kvgroups.model_adapters import ATTENTION_NAME, find_mixers, register_attention, running_fused
+from kvgroups.ops.dispatch import check_backend
 from kvgroups.specs import GroupConfig, KVGroupsConfig, MambaSpec
 from kvgroups.specs.infer import config_from_facts, layer_specs
 from kvgroups.specs.model_kind import check_model
@@ -58,7 +59,8 @@ def patch(
         fused: whether state layers that can run on their slots in place do. Without, they keep all of their own
             code and see gathered copies of their states; rows with padding then go through one after the other.
         backend: what computes the kernels: `triton`, `cpu` (those that have a form in C++), `torch` or `reference`;
-            with `auto` the device decides, or `ops.use_backend` around the call.
+            with `auto` the device decides, or `ops.use_backend` around the call. Whether it serves
+            the model's device shows in the first forward over a cache.
 
     Returns:
         The same model.
@@ -67,6 +69,8 @@ def patch(
         UnsupportedModelError: naming layer and class, if a layer's cache cannot be kept, or saying what to pass, if
             it is no causal language model; the model is untouched.
         SpecError: if `config` is not valid or does not describe this model.
+        UnsupportedCallError: if `fused` is neither True nor False.
+        BackendUnavailableError: if no operation has such a backend.
 
     Example:
         >>> from kvgroups.testing import tiny
@@ -79,8 +83,7 @@ def patch(
     check_model(model)
     if not isinstance(fused, bool):
         raise UnsupportedCallError(f"fused: expected True or False, got {fused!r}")
-    with ops.use_backend(backend):  # refuses a name that no kernel knows
-        pass
+    check_backend("patch", backend)
     config = _valid(config)
     present = _patch_of(model)
     if present is not None:

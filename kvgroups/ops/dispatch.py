@@ -236,14 +236,19 @@ def use_backend(name: str) -> Iterator[None]:
         ...     ops.gather_states(torch.ones(2, 1), torch.tensor([1]))
         tensor([[1.]])
     """
-    known = ["auto", *dict.fromkeys(backend for forms in FORMS.values() for backend in forms)]
-    if name not in known:
-        raise BackendUnavailableError(f"use_backend: expected one of {', '.join(known)}, got {name!r}.")
+    check_backend("use_backend", name)
     token = _default_backend.set(name)
     try:
         yield
     finally:
         _default_backend.reset(token)
+
+
+def check_backend(asked_by: str, name: str) -> None:
+    """Raise BackendUnavailableError unless there is such a backend, whatever operations have it."""
+    known = ["auto", *dict.fromkeys(backend for forms in FORMS.values() for backend in forms)]
+    if name not in known:
+        raise BackendUnavailableError(f"{asked_by}: expected a backend among {', '.join(known)}, got {name!r}.")
 
 
 def run(operation: str, backend: str, *args: Any, **kwargs: Any) -> Any:
@@ -278,8 +283,9 @@ def form_for(operation: str, backend: str, *args: Any, **kwargs: Any) -> tuple[s
         if not refusals:
             return name, forms[name]
         reasons.append(f"{name}: {'; '.join(refusals)}")
+    asked_by = ", asked for by patch or use_backend," if backend == _default_backend.get() != "auto" else ""
     raise BackendUnavailableError(
-        f"{operation}: backend {backend!r} does not serve this call ({' | '.join(reasons)}). "
+        f"{operation}: backend {backend!r}{asked_by} does not serve this call ({' | '.join(reasons)}). "
         + _advice(forms, args, kwargs)
     )
 

@@ -50,6 +50,16 @@ def test_a_refusal_says_all_its_reasons_and_what_would_work(forms):
     )
 
 
+def test_a_refusal_says_who_asked_where_it_was_not_the_call(forms):
+    forms(fast=["needs a GPU"], torch=[], reference=[])
+    asked_by = "gather_states: backend 'fast', asked for by patch or use_backend, does not serve this call"
+    with ops.use_backend("fast"), pytest.raises(BackendUnavailableError, match=asked_by):
+        ops.gather_states(STATES, SLOTS)
+    forms(fast=["needs a GPU"], torch=["only today"], reference=[])
+    with pytest.raises(BackendUnavailableError, match="gather_states: backend 'auto' does not serve this call"):
+        ops.gather_states(STATES, SLOTS)
+
+
 def test_an_unknown_backend_is_named_with_those_that_exist():
     with pytest.raises(BackendUnavailableError) as refusal:
         ops.gather_states(STATES, SLOTS, backend="cuda")
@@ -78,5 +88,6 @@ def test_use_backend_is_undone_by_an_exception(forms):
 
 
 def test_use_backend_refuses_an_unknown_name_before_the_block_runs():
-    with pytest.raises(BackendUnavailableError, match="expected one of auto, triton, torch, reference, cpu, got 'cuda'"):
+    message = "use_backend: expected a backend among auto, triton, torch, reference, cpu, got 'cuda'"
+    with pytest.raises(BackendUnavailableError, match=message):
         ops.use_backend("cuda").__enter__()
