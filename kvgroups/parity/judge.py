@@ -202,9 +202,10 @@ class Judge:
         finding.near_ties += int(choices.near_tie.sum())
         if bool(choices.wrong.any()):
             step = int(choices.wrong.nonzero()[0])
+            allowed = "0" if self.is_exact else f"less than {self.gap:.1e}"
             finding.failures.append(
                 f"row {index}: token {step} is {row.answer[step]}, the reference chooses "
-                f"{int(choices.choice[step])} by {choices.margin[step].item():.1e}"
+                f"{int(choices.choice[step])} by {choices.margin[step].item():.1e}, allowed {allowed}"
             )
 
     def _compare_samples(self, finding: Finding, index: int, row: Row, drawn: tuple[int, ...]) -> None:

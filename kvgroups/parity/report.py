@@ -168,7 +168,8 @@ class ParityReport(_Frozen):
     """The KV-cache groups."""
     eager_gap: float
     """Largest logit difference between eager's own uncached forwards of one row in other batch sizes and
-    lengths: what rounding alone does. The tolerance is a multiple of it."""
+    lengths: what rounding alone does. The tolerance is a multiple of it, and in low precision a token may be
+    another one where the reference prefers its own by less than it."""
     workloads: tuple[WorkloadResult, ...]
     """One result for each workload."""
     speed: Speed | None
