@@ -9,7 +9,7 @@ class Pages:
     """The blocks of one layer and the table that leads to them."""
 
     def __init__(self, key_cache, value_cache, block_table, layout, ring_blocks):
-        self.caches = key_cache, value_cache
+        self.caches = key_cache.detach(), value_cache.detach()  # no gradient flows into them
         self.dims = key_cache.shape[3], value_cache.shape[3]
         self.token_dim, self.head_dim = (1, 2) if layout == "NHD" else (2, 1)
         self.block_size, self.num_heads = key_cache.shape[self.token_dim], key_cache.shape[self.head_dim]

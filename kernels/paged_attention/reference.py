@@ -49,7 +49,7 @@ def paged_attention(
             if block == NULL_BLOCK_ID:
                 return None
             where = (block, offset) if layout == "NHD" else (block, slice(None), offset)
-            return key_cache[where], value_cache[where]
+            return key_cache[where].detach(), value_cache[where].detach()
 
         # Right-aligned: the request's last query sits on its last key.
         first_position = num_computed + (key_stop - key_start) - (query_stop - query_start)

@@ -73,6 +73,9 @@ def refusals(
     for name, pages in (("key_cache", key_cache), ("value_cache", value_cache)):
         if pages is not None and pages.shape[3] > 1 and pages.stride(3) != 1:
             reasons.append(f"needs {name} contiguous over its last dimension, got stride {pages.stride(3)}")
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        reasons.append("computes no gradients: call it under torch.no_grad()")
     return reasons
 
 

@@ -122,6 +122,10 @@ def paged_attention(
 
     Masked keys and values may be NaN. A query that sees no key yields 0. Softmax is in fp32.
 
+    Gradients flow into query, key, value and sinks, never into the caches. The torch form computes them, and the
+    reference; where one is wanted `auto` takes the torch form, and the C++ and Triton forms refuse. Under
+    `torch.no_grad()`, or if nothing requires one, `auto` takes the fast form.
+
     Args:
         query: (num_query_tokens, num_heads, head_dim). Query head h uses KV head `h // (num_heads //
             num_kv_heads)`. Tokens from `query_start_loc[-1]` on are padding and yield 0.

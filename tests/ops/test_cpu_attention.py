@@ -288,6 +288,21 @@ def test_a_gradient_that_only_sinks_want_is_not_lost(prepared):
         attend(batch, "cpu")
 
 
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "key_cache", "value_cache", "sinks"])
+def test_auto_takes_the_torch_form_where_a_gradient_is_wanted(wanted, prepared):
+    batch, *_ = prepared(NAMED["sinks"])
+    names = ("query", "key", "value", "key_cache", "value_cache")
+    tensors = dict(zip(names, batch.operands, strict=False)) | {"sinks": batch.options["sinks"]}
+    tensors[wanted].requires_grad_()
+
+    def taken():
+        return dispatch.form_for("paged_attention", "auto", *batch.operands, **batch.options)[0]
+
+    assert taken() == ("cpu" if "cache" in wanted else "torch")
+    with torch.no_grad():
+        assert taken() == "cpu"
+
+
 def test_refusals_name_all_reasons_and_auto_goes_on(prepared):
     batch, _, truth = prepared(NAMED["decode of one row"])
     operands = [batch.operands[0].double().requires_grad_(), *(tensor.double() for tensor in batch.operands[1:5])]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity
 
 from kvgroups import ops
-from kvgroups.errors import ShapeError
+from kvgroups.errors import BackendUnavailableError, ShapeError
 from kvgroups.kernels.paged_attention import dense, reference, torch_impl
 from kvgroups.kernels.paged_attention.tiles import TILES, Tile
 from kvgroups.ops import dispatch
@@ -377,8 +377,26 @@ def test_a_call_outside_no_grad_runs(name, prepared, backend):
     """Models are called plainly too: their keys then require grad, and what is gathered is written in place."""
     batch, reference_output, truth = prepared(NAMED[name])
     operands = [tensor.clone().requires_grad_() for tensor in batch.operands[:3]] + list(batch.operands[3:])
+    if backend == "triton":
+        with pytest.raises(BackendUnavailableError, match="triton: computes no gradients: call it under torch.no_grad"):
+            ops.paged_attention(*operands, **batch.options, backend=backend)
+        return
     output = ops.paged_attention(*operands, **batch.options, backend=backend)
+    assert output.requires_grad
     assert_close(output.detach(), reference_output, truth)
+
+
+def test_a_gradient_flows_through_attention_and_not_into_the_caches(prepared):
+    """Caches that want one change nothing: it would keep the graph of every step alive."""
+    batch, *_ = prepared(NAMED["prefill, chunk and decode in one batch"])
+    operands = [tensor.clone().requires_grad_() for tensor in batch.operands[:5]] + list(batch.operands[5:])
+    gradients = []
+    for backend in ("reference", "torch"):
+        output = ops.paged_attention(*operands, **batch.options, backend=backend)
+        gradients.append(torch.autograd.grad(output.square().sum(), operands[:5], allow_unused=True))
+    assert gradients[0][3:] == gradients[1][3:] == (None, None)
+    for expected, got in zip(gradients[0][:3], gradients[1][:3], strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 _OPTIONS = {"query_start_loc": torch.tensor([0, 42]), "scale": 8**-0.5, "sinks": None}
