@@ -44,18 +44,29 @@ def units():
     return sorted(found, key=lambda unit: os.path.getsize(unit[0]), reverse=True)
 
 
+def remove(path):
+    if os.path.exists(path):
+        os.remove(path)
+
+
 class BuildKernels(build_ext):
     """A plain shared library: it knows no Python, so its name carries no Python version."""
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
 
+    def run(self):
+        if self.inplace or self.editable_mode:
+            remove(self.get_ext_filename(NAME))
+        super().run()
+
     def build_extension(self, extension):
-        """Compile on as many CPUs as `--parallel` says or there are."""
+        """Compile on as many CPUs as `--parallel` says or there are. If that fails no older library is left behind."""
+        path = self.get_ext_fullpath(extension.name)
+        remove(path)
         num_workers = os.cpu_count() if self.parallel is True else self.parallel or os.cpu_count()
         with ThreadPoolExecutor(num_workers) as pool:
-            objects = [path for paths in pool.map(self.compile_unit, units()) for path in paths]
-        path = self.get_ext_fullpath(extension.name)
+            objects = [object for objects in pool.map(self.compile_unit, units()) for object in objects]
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.compiler.link_shared_object(objects, path, target_lang="c++")
 

@@ -159,15 +159,19 @@ def test_without_a_compiler_the_wheel_is_for_every_platform_and_works(
 def test_sources_are_compiled_side_by_side(
     num_compilers: int, copy_checkout: Callable[[], Path], tmp_path: Path, run: Callable[..., str]
 ):
-    """And where a compiler fails, the build goes on without the library."""
+    """And where a compiler fails, the build goes on without the library, and without one from before."""
     compiler, started = tmp_path / "compiler", tmp_path / "started"
     started.mkdir()
     compiler.write_text(WAITING_COMPILER.format(python=sys.executable, folder=str(started)))
     compiler.chmod(0o755)
     checkout = copy_checkout()
+    built = checkout / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / LIBRARY
+    for older in (checkout / LIBRARY, built):
+        older.parent.mkdir(parents=True, exist_ok=True)
+        older.touch()
     build = (sys.executable, "setup.py", "-q", "build_ext", "--inplace", "-j", num_compilers)
     run(*build, cwd=checkout, CC=str(compiler), CXX=str(compiler))
-    assert (checkout / LIBRARY).exists() == (num_compilers > 1)
+    assert (checkout / LIBRARY).exists() == built.exists() == (num_compilers > 1)
 
 
 @pytest.mark.slow
