@@ -9,7 +9,10 @@ from kvgroups.constants import NULL_BLOCK_ID
 
 def copy_blocks(blocks, sources, targets):
     """See `kvgroups.ops.copy_blocks`."""
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+    sources, targets = sources.tolist(), targets.tolist()
+    if not all(0 <= block < len(blocks) for block in [*sources, *targets]):  # Python would count negative ones from the end
+        raise IndexError(f"expected block ids from 0 to {len(blocks) - 1}")
+    for source, target in zip(sources, targets, strict=True):
         if target == NULL_BLOCK_ID:
             continue
         if source == NULL_BLOCK_ID:

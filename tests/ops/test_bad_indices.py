@@ -76,6 +76,10 @@ CASES = {
         lambda: ops.copy_blocks(BYTES, torch.tensor([1, 9]), torch.tensor([2, 1])),
         "sources: expected block ids from 0 to 2, got 9 at [1].",
     ),
+    "target below zero": (
+        lambda: ops.copy_blocks(BYTES, torch.tensor([1, 1]), torch.tensor([2, -1])),
+        "targets: expected block ids from 0 to 2, got -1 at [1].",
+    ),
 }
 
 
@@ -86,6 +90,16 @@ def test_what_leads_beside_the_tensors_is_named(backend, call, message):
     with pytest.raises(OutOfRangeError) as caught, ops.use_backend(backend):
         call()
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_no_block_is_copied_where_one_is_not_there(backend, wrong):
+    blocks = torch.arange(24, dtype=torch.uint8).view(3, 8)
+    before = blocks.clone()
+    with pytest.raises(OutOfRangeError):
+        ops.copy_blocks(blocks, torch.tensor([1, 1]), torch.tensor([2, wrong]), backend=backend)
+    assert torch.equal(blocks, before)
 
 
 def test_it_is_an_error_of_ours_and_an_index_error():
