@@ -198,9 +198,9 @@ def paged_attention(
             "num_computed_tokens: expected all 0 without caches, got a request with history of "
             f"{int(num_computed_tokens.max())} tokens. Pass key_cache, value_cache and block_table."
         )
-    if (max_query_len or 0) < 0 or (max_seq_len or 0) < 0:
-        name, bound = min((max_query_len or 0, "max_query_len"), (max_seq_len or 0, "max_seq_len"))[::-1]
-        raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
+    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if bound is not None and bound < 0:
+            raise ShapeError(f"{name}: expected 0 or more, or None where the host does not know, got {bound}.")
     try:
         return attend(*tensors, addresses=addresses, max_query_len=max_query_len, max_seq_len=max_seq_len)
     except IndexError as error:

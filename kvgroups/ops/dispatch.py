@@ -47,6 +47,7 @@ from kvgroups.kernels.table_update import torch_impl as table_update_torch
 from kvgroups.kernels.write_kv import cpu_impl as write_kv_cpu
 from kvgroups.kernels.write_kv import reference as write_kv_reference
 from kvgroups.kernels.write_kv import torch_impl as write_kv_torch
+from kvgroups.ops.checks import dtype_name
 
 
 def _no_refusals(*args: Any, **kwargs: Any) -> list[str]:
@@ -298,7 +299,7 @@ def cpu_kernels() -> dict[str, Any]:
         "isa": ISAS.get(library.isa),
         "has_torch_threads": library.has_openmp,
         "long_prompts_in_torch": [
-            str(dtype).removeprefix("torch.")
+            dtype_name(dtype)
             for dtype, number in ELEMENT_TYPES.items()
             if library.fast_matrix_types >> number & 1
         ],

@@ -163,16 +163,11 @@ def causal_conv1d(
         return run(
             "causal_conv1d",
             backend,
-            x,
-            weight,
-            bias,
-            states,
+            *(x, weight, bias, states),
             query_start_loc=query_start_loc,
-            initial_slots=initial_slots,
-            final_slots=final_slots,
             activation=activation,
             snapshot_tokens=snapshot_tokens,
-            snapshot_slots=snapshot_slots,
+            **slots,
         )
 
 
@@ -328,21 +323,14 @@ def selective_scan(
         return run(
             "selective_scan",
             backend,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            states,
+            *(x, dt, A, B, C, states),
             query_start_loc=query_start_loc,
-            initial_slots=initial_slots,
-            final_slots=final_slots,
             D=D,
             z=z,
             dt_bias=dt_bias,
             dt_softplus=dt_softplus,
             snapshot_tokens=snapshot_tokens,
-            snapshot_slots=snapshot_slots,
+            **slots,
         )
 
 
@@ -447,16 +435,9 @@ def ssd_scan(
         return run(
             "ssd_scan",
             backend,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            states,
+            *(x, dt, A, B, C, states),
             chunk_size=chunk_size,
             query_start_loc=query_start_loc,
-            initial_slots=initial_slots,
-            final_slots=final_slots,
             D=D,
             z=z,
             dt_bias=dt_bias,
@@ -464,7 +445,7 @@ def ssd_scan(
             dt_limit=dt_limit,
             is_limited=is_limited,
             snapshot_tokens=snapshot_tokens,
-            snapshot_slots=snapshot_slots,
+            **slots,
         )
 
 

@@ -11,17 +11,20 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from kvgroups.ops.checks import dtype_name
 from kvgroups.parity.report import Conditions
 
 
 def conditions(model: PreTrainedModel, seed: int) -> Conditions:
     """Device, dtype, threads and versions of a check on `model`."""
-    device, computed = str(model.device), computing_dtype(model)
+    device, dtype, computed = str(model.device), dtype_name(model.dtype), computing_dtype(model)
+    if computed != model.dtype:
+        dtype = f"{dtype}, {dtype_name(computed)} autocast"
     if model.device.type == "cuda":
         device = f"{device} ({torch.cuda.get_device_name(model.device)})"
     return Conditions(
         device=device,
-        dtype=_name(model.dtype) if computed == model.dtype else f"{_name(model.dtype)}, {_name(computed)} autocast",
+        dtype=dtype,
         threads=torch.get_num_threads(),
         kvgroups=sys.modules["kvgroups"].__version__,  # the root imports us, not the other way round
         commit=_commit(),
@@ -38,10 +41,6 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     if model.dtype == torch.float64 or not torch.is_autocast_enabled(device):  # autocast leaves float64 alone
         return model.dtype
     return max(model.dtype, torch.get_autocast_dtype(device), key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _commit() -> str | None:
